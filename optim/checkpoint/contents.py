@@ -67,12 +67,15 @@ class LogicalParameters:
     Args:
         model: This rank's part of the model.
         registry: The process groups.
+        trainable_only: True: only parameters with ``requires_grad``, and buffers of modules that hold such a parameter
+            themselves. False (default): all parameters and buffers.
     Raises:
         ValueError: On every rank: a parameter is undeclared although a model axis is larger than 1, a module has extra
             state, declarations differ between ranks, or the shape of a shard does not fit its declaration.
     Collectives: object all-gathers; none with one rank.
 
     Attributes:
+        trainable_only: The argument.
         names: The logical names of the full model's parameters and declared buffers. The list is equal on every rank.
         regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer of this
             rank.
@@ -80,13 +83,13 @@ class LogicalParameters:
         buffer_names: The names of all ranks' undeclared persistent buffers.
     """
 
-    def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
-        self.topology = registry.topology
+    def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, trainable_only: bool = False) -> None:
+        self.topology, self.trainable_only = registry.topology, trainable_only
 
         def declare_parameters() -> tuple[
             tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]
         ]:
-            buffers, held = _parameters_and_buffers(unwrapped(model))
+            buffers, held = _parameters_and_buffers(unwrapped(model), trainable_only)
             plan = self._plan(held, registry.global_rank)
             return (buffers, held, plan), (Summary.of(plan, names=True), set(buffers))
 
@@ -170,8 +173,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return (undeclared persistent buffers, parameters and declared persistent buffers), both by name.
+
+    ``trainable_only`` as in `LogicalParameters`.
 
     Raises:
         ValueError: A module has non-empty extra state (``get_extra_state``).
@@ -179,6 +184,11 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)
+    if trainable_only:
+        params = {name: param for name, param in params.items() if param.requires_grad}
+        modules = model.named_modules(remove_duplicate=False)
+        trained = {name for name, module in modules if any(p.requires_grad for p in module.parameters(recurse=False))}
+        saved = {name: value for name, value in saved.items() if name.rpartition(".")[0] in trained}
     for name, value in saved.items():
         own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
         if own_kind and not _is_empty(value):
@@ -582,11 +592,15 @@ class Stepped(NamedTuple):
 class OptimizerState(NamedTuple):
     """The contents of an optimizer's state dict. A position is the index of a stepped tensor over all param groups."""
 
-    stepped: list[Stepped]  # by position
+    stepped: dict[int, Stepped]  # by position; without frozen parameters if `LogicalParameters.trainable_only` is True
     tensors: dict[int, dict[str, Any]]  # optimizer states, by position and key
     masters: dict[int, Tensor]  # master weights, by position
     groups: list[dict[str, Any]]
     rest: dict[str, Any]  # ``state_dict()["meshstep"]`` without coordinates: precision, loss scale and more
+
+    def names_in(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parameters in a param group of `groups`."""
+        return [self.stepped[position].name for position in group["params"] if position in self.stepped]
 
 
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
@@ -605,11 +619,13 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
-    stepped = []
-    for row in optimizer.stepped_tensors():
+    stepped = {}
+    for position, row in enumerate(optimizer.stepped_tensors()):
+        if parameters.trainable_only and not row.leaf.requires_grad:
+            continue
         name, region = parameters.of(row.param)
         run = region.run(row.offset, row.tensor.numel())
-        stepped.append(Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor))))
+        stepped[position] = Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor)))
     return OptimizerState(stepped, state["state"], find_master_weights(rest["weights"]), state["param_groups"], rest)
 
 
@@ -652,10 +668,10 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         record.buffers[name] = digest(buffer)
         tensors[f"buffer/{record.buffers[name]}/{name}"] = whole(buffer)
     for group in state.groups:
-        names = [state.stepped[position].name for position in group["params"]]
+        names = state.names_in(group)
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         record.groups.append((sorted(set(names)), hyper))
-    for position, stepped in enumerate(state.stepped):
+    for position, stepped in state.stepped.items():
         kept, part = state.tensors.get(position, {}), stepped.whole
         shared = {key: value for key, value in kept.items() if part is not None and part.is_whole_state(key)}
         for key, value in shared.items():
@@ -698,7 +714,7 @@ def initial_states(
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
-    for stepped in state.stepped:
+    for stepped in state.stepped.values():
         if parameters.is_first(stepped.param):
             for key, dtype in pieces.missing(stepped.name, stepped.region):
                 first = torch.full((), first_value(*group_of[id(stepped.tensor)], key), dtype=dtype)

@@ -103,13 +103,14 @@ class Restoration:
             for name, tensor, region in parameters.regions
         ]
         self._model += [(buffer, self._allocate_buffer(name, buffer)) for name, buffer in parameters.buffers.items()]
-        self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
+        self._own, self._state, self._masters = own, dict[int, dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
             self._check_states(own)
-            self._state = [
-                self._allocate_state(stepped) | self._allocate_full_states(stepped) for stepped in own.stepped
-            ]
+            self._state = {
+                position: self._allocate_state(stepped) | self._allocate_full_states(stepped)
+                for position, stepped in own.stepped.items()
+            }
             self._masters = self._allocate_masters(own)
 
     @property
@@ -121,7 +122,8 @@ class Restoration:
 
     def _check_names(self, parameters: LogicalParameters) -> None:
         saved = {parse_key(key)[-1] for key in self._stored if key.startswith("model/")}
-        _check_same("parameters", saved, set(parameters.names), "in the model")
+        kind = "trainable parameters" if parameters.trainable_only else "parameters"
+        _check_same(kind, saved, set(parameters.names), "in the model")
         _check_same("buffers", set(self._shared.buffers), parameters.buffer_names, "in the model")
 
     def _check_groups(self, groups: Sequence[Iterable[str]]) -> None:
@@ -141,7 +143,7 @@ class Restoration:
             raise ValueError(
                 f"the checkpoint's index and its record list different optimizer states: only one has {shown}; {EARLIER}"
             )
-        for position, stepped in enumerate(own.stepped):
+        for position, stepped in own.stepped.items():
             now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
             numbers = {*kept.scalars, *kept.values}
             missing = {key for key in now if key in SCALAR_STATE} - numbers
@@ -236,8 +238,8 @@ class Restoration:
         return {key: self._allocate_full(f"whole/{key}/{stepped.name}") for key in own}
 
     def _allocate_masters(self, own: OptimizerState) -> dict[int, Tensor]:
-        masters = {}
-        for position, stepped in enumerate(own.stepped):
+        masters = {position: master for position, master in own.masters.items() if position not in own.stepped}
+        for position, stepped in own.stepped.items():
             name = stepped.name
             if position in own.masters:
                 masters[position] = self._allocate(
@@ -267,7 +269,8 @@ class Restoration:
             for index, now in enumerate(self._own.groups)
         ]
         weights = _rebuild_weights(self._own.rest["weights"], self._masters, rest["weights"])
-        state = {position: kept for position, kept in enumerate(self._state) if kept}
+        state = {position: kept for position, kept in self._own.tensors.items() if position not in self._own.stepped}
+        state |= {position: kept for position, kept in self._state.items() if kept}
         return {"state": state, "param_groups": groups, "meshstep": {**rest, "weights": weights}}
 
     @torch.no_grad()
@@ -298,8 +301,9 @@ def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
     if saved != now:
         parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
         parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
+        advice = ", and freeze the parameters that were frozen then" if kind.startswith("trainable") else ""
         raise ValueError(
-            f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; build the model that was saved"
+            f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; build the model that was saved{advice}"
         )
 
 
@@ -315,6 +319,7 @@ def load_checkpoint(
     *,
     lr_scheduler: LRScheduler | None = None,
     registry: ProcessGroupRegistry | None = None,
+    trainable_only: bool = False,
 ) -> Any:
     """Load the newest complete checkpoint under ``path`` into the model, optimizer and schedule; return its ``extra``.
 
@@ -342,6 +347,9 @@ def load_checkpoint(
         lr_scheduler: A schedule of the same class as the saved schedule. None (default): the run was saved without a
             schedule, or ``optimizer`` is None.
         registry: The process groups, only used if ``optimizer`` is None. None (default): those of the optimizer.
+        trainable_only: True: load a checkpoint that was saved with ``trainable_only=True``. Its parameters must be the
+            parameters of the model with ``requires_grad``; other parameters are unchanged. False (default): load a
+            checkpoint of the full model.
     Returns:
         The ``extra`` of `save_checkpoint`, on every rank; its tensors are on the CPU.
     Raises:
@@ -363,7 +371,7 @@ def load_checkpoint(
     elif registry is None:
         raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
     with in_call(registry, "load_checkpoint"):
-        directory, found = _load_newest(Path(path), _Run(model, optimizer, lr_scheduler, registry))
+        directory, found = _load_newest(Path(path), _Run(model, optimizer, lr_scheduler, registry, trainable_only))
     if optimizer is not None:
         remember(optimizer, directory)
     if found.restoration.combined:
@@ -383,7 +391,7 @@ def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
     collectives as in `load_checkpoint`.
     """
     for attempt in range(1, _ATTEMPTS + 1):
-        directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
+        directory, manifest = files_on_first_rank(lambda: _open(path, run), run.registry)
         try:
             found = run.read(directory, manifest)
             break
@@ -415,6 +423,7 @@ class _Run(NamedTuple):
     optimizer: ParallelOptimizer | None
     schedule: LRScheduler | None
     registry: ProcessGroupRegistry
+    trainable_only: bool
 
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
         """Read a checkpoint and compare it with the run, without changing the run.
@@ -430,9 +439,9 @@ class _Run(NamedTuple):
         registry = self.registry
         files, saved = files_on_all_ranks(lambda: _parse_manifest(manifest, directory), registry)
         files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
-        parameters = LogicalParameters(self.model, registry)
+        parameters = LogicalParameters(self.model, registry, self.trainable_only)
         content, own = files_on_all_ranks(lambda: self._content(directory, parameters, saved), registry)
-        named = [[own.stepped[position].name for position in group["params"]] for group in own.groups] if own else []
+        named = [own.names_in(group) for group in own.groups] if own else []
         groups = _names_by_group(gather_objects(named, registry))
         reader = Reader(directory, files)
 
@@ -523,7 +532,7 @@ class _Run(NamedTuple):
             raise
 
 
-def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[str, Any]]:
+def _open(path: Path, run: _Run) -> tuple[Path, dict[str, Any]]:
     while True:
         directory = path if is_checkpoint(path) else newest_checkpoint(path)
         if directory is None:
@@ -536,6 +545,14 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
         except ValueError:
             if directory.exists():
                 raise
+    if bool(manifest.get("trainable_only")) != run.trainable_only:
+        raise ValueError(
+            f"{directory} has all parameters of the model: leave trainable_only=True out"
+            if run.trainable_only
+            else f"{directory} was saved with trainable_only=True, so it has no frozen parameters: load these from their "
+            "own source first, then call load_checkpoint(..., trainable_only=True)"
+        )
+    optimizer = run.optimizer
     if optimizer is not None and manifest["precision"] != optimizer.precision.name:
         raise ValueError(
             f"{directory} was saved with precision={manifest['precision']!r}, but this optimizer has "

@@ -77,6 +77,7 @@ def save_checkpoint(
     lr_scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 1,
+    trainable_only: bool = False,
 ) -> Path:
     """Write a checkpoint under ``path``, and then remove all but the ``keep`` newest checkpoints there.
 
@@ -102,6 +103,9 @@ def save_checkpoint(
             stored. Default: None.
         keep: Number of newest checkpoints to keep, including this one. `load_checkpoint` also accepts the directory of
             an older checkpoint. Default: 1.
+        trainable_only: True: save only parameters with ``requires_grad``, with their optimizer states and master weights,
+            and persistent buffers of modules that hold such a parameter themselves. Frozen parameters need no spec then.
+            Load it with ``load_checkpoint(..., trainable_only=True)``. False (default): save all parameters.
     Returns:
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
@@ -118,7 +122,7 @@ def save_checkpoint(
     """
     check_is_parallel(optimizer)
     with in_call(optimizer.registry, "save_checkpoint"):
-        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, keep)
+        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, keep, trainable_only)
         checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
     remember(optimizer, checkpoint)
     return checkpoint
@@ -133,7 +137,7 @@ class Snapshot(NamedTuple):
             `SharedRecord.merge`.
         random: The states of this rank's random number generators.
         common: Data that rank 0 writes for all ranks: loss scale, kind of optimizer, schedule, ``extra``.
-        facts: Entries of the manifest that describe the run: precision, mesh and torch's version.
+        facts: Entries of the manifest that describe the run: precision, mesh, torch's version and ``trainable_only``.
         keep: Number of newest checkpoints to keep, including this one.
     """
 
@@ -146,7 +150,12 @@ class Snapshot(NamedTuple):
 
 
 def make_snapshot(
-    model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
+    model: nn.Module,
+    optimizer: ParallelOptimizer,
+    lr_scheduler: LRScheduler | None,
+    extra: Any,
+    keep: int,
+    trainable_only: bool = False,
 ) -> Snapshot:
     """Return this rank's data for `write`. Most of its tensors share memory with the model and the optimizer.
 
@@ -156,7 +165,7 @@ def make_snapshot(
     Host synchronization: yes.
     """
     registry = optimizer.registry
-    parameters = LogicalParameters(model, registry)
+    parameters = LogicalParameters(model, registry, trainable_only)
 
     def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
@@ -177,7 +186,8 @@ def make_snapshot(
     state, tensors, record, common = on_all_ranks(collect_on_rank, registry)
     merged = SharedRecord.merge(gather_objects(record, registry))
     tensors |= initial_states(parameters, state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
-    return Snapshot(tensors, merged, random_state(), common, _manifest_entries(optimizer), keep)
+    facts = {**_manifest_entries(optimizer), "trainable_only": trainable_only}
+    return Snapshot(tensors, merged, random_state(), common, facts, keep)
 
 
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
@@ -314,6 +324,7 @@ class AsyncSaver:
         *,
         lr_scheduler: LRScheduler | None = None,
         extra: Any = None,
+        trainable_only: bool = False,
     ) -> None:
         """Wait for the previous checkpoint, copy the current state of the run to the host, and start to write it.
 
@@ -325,6 +336,7 @@ class AsyncSaver:
             lr_scheduler: Any torch schedule. None (default): no schedule is saved.
             extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0
                 is stored. Default: None.
+            trainable_only: As in `save_checkpoint`. Default: False.
         Raises:
             ValueError: On every rank: as `save_checkpoint`, for this checkpoint or for the previous one.
             RuntimeError: On every rank: the previous checkpoint could not be written.
@@ -334,7 +346,7 @@ class AsyncSaver:
         """
         check_is_parallel(optimizer)
         self.wait()
-        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, self.keep)
+        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, self.keep, trainable_only)
         copy = on_all_ranks(lambda: _copy_to_host(snapshot), self.registry)
         known = last_known(optimizer, self.path)
         self._pending = self._thread.submit(self._write, copy, known), optimizer

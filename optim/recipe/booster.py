@@ -293,6 +293,7 @@ class Saving:
         *,
         extra: Any = None,
         keep: int = 1,
+        trainable_only: bool = False,
     ) -> Path:
         """Save a checkpoint with `save_checkpoint`, and return its directory. Every rank must call it.
 
@@ -306,6 +307,7 @@ class Saving:
             dataloader: The loader that `boost` returned. None (default): no position is saved.
             extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. Default: None.
             keep: Number of newest checkpoints to keep, including this one. Default: 1.
+            trainable_only: As in `save_checkpoint`. Default: False.
         Returns:
             The directory of the checkpoint, ``path/meshstep-<number>``.
 
@@ -319,7 +321,9 @@ class Saving:
 
         position = None if dataloader is None else dataloader.state_dict()
         own = {"extra": extra, "dataloader": position}
-        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep)
+        return save_checkpoint(
+            path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep, trainable_only=trainable_only
+        )
 
     def load(
         self,
@@ -328,6 +332,8 @@ class Saving:
         optimizer: ParallelOptimizer,
         lr_scheduler: LRScheduler | None = None,
         dataloader: ShardedDataLoader[Any] | None = None,
+        *,
+        trainable_only: bool = False,
     ) -> Any:
         """Load a checkpoint of `save` or `save_checkpoint` into the objects that `boost` returned; return its ``extra``.
 
@@ -341,6 +347,7 @@ class Saving:
             lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
             dataloader: The loader that `boost` returned. None (default), or for a checkpoint without a position, such as
                 one of `save_checkpoint`: no position is loaded.
+            trainable_only: As in `load_checkpoint`. Default: False.
         Returns:
             The ``extra`` value that was saved.
 
@@ -354,7 +361,7 @@ class Saving:
         """
         from ..checkpoint import load_checkpoint
 
-        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
+        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, trainable_only=trainable_only)
         if not (isinstance(own, dict) and own.keys() == {"extra", "dataloader"}):  # saved by `save_checkpoint`
             return own
         if dataloader is not None and own["dataloader"] is not None:

@@ -169,10 +169,8 @@ def frozen_later_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(
-        RuntimeError, "up.bias was frozen when the optimizer was made ... unfreeze before ... or ... add_param_group"
-    ),
-    write="call `add_param_group`",
+    Error(RuntimeError, "up.bias was frozen when the optimizer was made ... call optimizer.refresh() on every rank"),
+    write="call `optimizer.refresh()`",
 )
 def unfrozen_later(run: Run) -> None:
     """A parameter unfrozen that was frozen when the optimizer was created."""

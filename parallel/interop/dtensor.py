@@ -271,7 +271,8 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
     memory = local.data_ptr()
     piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
-    source = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
+    # Without a source, the first call has raised an error after it made the local parameter.
+    source = (None, None, None, None) if piece is None else piece.__dict__.get(_SOURCE, (None, None, None, None))
     if piece is None or source[0] is not local or source[3] != memory:
         piece = _follow_memory(param, piece)
     matched = topology is None or (_last_match(param)[0] is topology and source[2] is layout)

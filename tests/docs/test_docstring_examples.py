@@ -120,6 +120,7 @@ SETUP = {
     "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.stepped_tensors()]",
     "ParallelOptimizer.window": "engine, inputs = Engine(optimizer, model), batch",
     "ParallelOptimizer.reload_from_model": "critic = model",
+    "ParallelOptimizer.refresh": "optimizer.step()",
     "TorchStates": "from torch.distributed import checkpoint as dcp; path = 'saved'\n"
     "from torch.distributed.checkpoint.state_dict import (\n"
     "    get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict)",

@@ -23,9 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 3  # must equal the result of `meshstep_interface` in csrc/native.c
+INTERFACE = 4  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
+MEAN_OF = 8
+"""Number of elements per mean of `Native.means`."""
 NO_MEMORY = "the kernels could not allocate memory for their tables"
 
 
@@ -66,7 +68,7 @@ class PointerColumns:
 
 
 class Native:
-    """The functions of the compiled library. `powers` and `update` return 0, or 1 if they could not allocate memory.
+    """The functions of the compiled library. They return 0, or 1 if they could not allocate memory.
 
     Args:
         path: Path of the library.
@@ -75,6 +77,8 @@ class Native:
         powers: Writes one float64 per tensor: the sum of |x|^p for p = 1 or 2, or the largest |x| for p = inf.
             Arguments: the number of tensors, the addresses of their address table and of their table of numels, the
             dtype (see `DTYPES`), p (see `NORM_TYPES`), the address of the result, and the number of threads.
+        means: Writes the mean of |x|^p for p = 1 or 2 per 8 consecutive elements of each tensor; missing elements at the
+            end of a tensor count as zeros. Arguments as of `powers`; not for float64.
         update: Updates parameters and optimizer states if ``found_inf`` is 0. Arguments: the `Kind`, the number of
             rows, the addresses of the columns fixed, grads, halves, rests and numels of a `PointerColumns`, the dtypes
             of gradients and half-precision copies (see `DTYPES`), the address of the hyper-parameters, the factor on
@@ -89,7 +93,8 @@ class Native:
         at, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._take, self.powers, self.update = library.meshstep_take, library.meshstep_powers, library.meshstep_update
         self._take.argtypes, self._take.restype = [ctypes.c_char_p], ctypes.c_char_p
-        self.powers.argtypes = [whole, at, at, number, number, at, number]
+        self.means = library.meshstep_means
+        self.powers.argtypes = self.means.argtypes = [whole, at, at, number, number, at, number]
         self.update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
         self.instructions = self.take(None)
         self._borrow = library.meshstep_borrow

@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..kernels.choice import chosen
+from ..kernels.native import MEAN_OF
 from .global_norm import GlobalNorm
 from .measure import Norms
 from .plan import ReductionPlan
+from .powers import means_by_loops
 
-CHUNK = 8
+CHUNK = MEAN_OF
 """Number of elements per chunk, a power of 2. Shards of parameters begin at multiples of it (``ALIGNMENT`` of buckets)."""
 
 LEVELS, BITS = 3, 18
@@ -44,9 +47,13 @@ def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     A mean is the sum divided by `CHUNK`, a power of 2, without rounding. Its additions have a fixed order.
 
     Args:
-        gradients: 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
+        gradients: Contiguous 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
         norm_type: p, 1 or 2.
     """
+    if chosen.native is not None and gradients[0].is_cpu:
+        found = means_by_loops(chosen.native, gradients, norm_type)
+        if found is not None:
+            return found
     padding = gradients[0].new_zeros(CHUNK)
     parts = [part for flat in gradients for part in (flat, padding[: -len(flat) % CHUNK])]
     values = torch.cat(parts).double() if len(gradients) > 1 or len(parts[-1]) else gradients[0].double()
@@ -143,7 +150,7 @@ class ExactNorm(GlobalNorm):
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:
             number, count = self.plan.replica_places[i]
-            for block, flat in enumerate(gradient.reshape(-1).split(BLOCK)):
+            for block, flat in enumerate(gradient.reshape(-1).contiguous().split(BLOCK)):
                 if not len(flat) or block % count != number:
                     continue
                 members, parts, size = open_batches.pop((flat.dtype, flat.device), ([], [], 0))

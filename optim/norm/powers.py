@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import torch
@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors
 from ...amp.capture import is_captured
 from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
-from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native
+from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 
 SMALL = 1024  # gradients with at most this many elements are summed together in one kernel
 ROW = 1024  # number of consecutive squares that are summed in float32
@@ -219,9 +219,34 @@ def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) 
         return None
     if not all(map(Tensor.is_contiguous, tensors)):
         tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
+    return _by_loop(loops.powers, tensors, dtype, kind, len(tensors))
+
+
+def means_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """Return the mean of |g|^p per `MEAN_OF` consecutive elements of each tensor in turn, 1-dim float64.
+
+    The additions have a fixed order. Missing elements at the end of a tensor count as zeros. Return None if ``loops`` do
+    not support the dtype or a class of the tensors.
+
+    Args:
+        loops: The compiled loops.
+        tensors: Contiguous CPU tensors of one dtype.
+        norm_type: 1 or 2.
+    Raises:
+        MemoryError: The loops could not allocate memory.
+    """
+    dtype = tensors[0].dtype
+    if dtype == torch.float64 or dtype not in DTYPES or not {*map(type, tensors)} <= PLAIN:
+        return None
+    count = sum(-(-tensor.numel() // MEAN_OF) for tensor in tensors)
+    return _by_loop(loops.means, tensors, DTYPES[dtype], NORM_TYPES[norm_type], count)
+
+
+def _by_loop(loop: Callable[..., int], tensors: Sequence[Tensor], dtype: int, kind: int, count: int) -> Tensor:
+    """Return the ``count`` float64 values that a loop computes from contiguous CPU tensors."""
     addresses, numels = array("Q", map(Tensor.data_ptr, tensors)), array("q", map(Tensor.numel, tensors))
-    found, threads = torch.empty(len(tensors), dtype=torch.float64), torch.get_num_threads()
+    found, threads = torch.empty(count, dtype=torch.float64), torch.get_num_threads()
     (at, _), (lengths, _) = addresses.buffer_info(), numels.buffer_info()
-    if loops.powers(len(tensors), at, lengths, dtype, kind, found.data_ptr(), threads):
+    if loop(len(tensors), at, lengths, dtype, kind, found.data_ptr(), threads):
         raise MemoryError(NO_MEMORY)
     return found

@@ -227,6 +227,41 @@ static double NAME(largest)(int dtype, const void *x, int64_t n) {
     return value;
 }
 
+/* out[i]: the mean of |x|, or of x^2 if `squares`, of the i-th EIGHT elements. Missing elements at the end count as zeros. The
+ * order of the additions is fixed: ((0+4)+(2+6)) + ((1+5)+(3+7)). */
+INLINE void NAME(means_of_eight)(const int dtype, const void *base, int64_t n, double *out, const int squares) {
+    float buffer[BLOCK];
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
+        const float *x = NAME(widened)(dtype, base, begin, count, buffer);
+        if (count % EIGHT) {
+            if (x != buffer) memcpy(buffer, x, (size_t)count * sizeof *x);
+            x = buffer;
+            while (count % EIGHT) buffer[count++] = 0;
+        }
+        for (int64_t i = 0; i < count; i += EIGHT) {
+            double lanes[WIDTH];
+            doublesN sums = {0};
+            for (int j = 0; j < EIGHT; j += WIDTH) {
+                floatsN floats;
+                memcpy(&floats, x + i + j, sizeof floats);
+                sums = NAME(added)(sums, floats, squares);
+            }
+            memcpy(lanes, &sums, sizeof lanes);
+#if WIDTH == EIGHT
+            for (int j = 0; j < 4; j++) lanes[j] += lanes[j + 4];
+#endif
+            *out++ = 0.125 * ((lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
+        }
+    }
+}
+
+static void NAME(means)(int dtype, int squares, const void *base, int64_t start, int64_t n, double *out) {
+    const char *x = (const char *)base + start * size_of(dtype);
+    if (squares) NAME(means_of_eight)(dtype, x, n, out, 1);
+    else NAME(means_of_eight)(dtype, x, n, out, 0);
+}
+
 /* The power of one chunk. */
 static double NAME(power)(int dtype, int norm_type, const void *base, int64_t start, int64_t n) {
     const char *x = (const char *)base + start * size_of(dtype);

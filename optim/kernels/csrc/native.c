@@ -21,6 +21,7 @@ enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
 enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
+#define EIGHT 8            /* elements of a mean; a macro, because loops.h compares it in #if */
 
 typedef float floats4 __attribute__((vector_size(16)));
 typedef float floats8 __attribute__((vector_size(32)));
@@ -110,14 +111,15 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
 struct loops {
     const char *name;
     double (*power)(int, int, const void *, int64_t, int64_t);
+    void (*means)(int, int, const void *, int64_t, int64_t, double *);
     void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
 };
 
 static const struct loops all_loops[] = {
-    {"plain", power_plain, update_plain},
+    {"plain", power_plain, means_plain, update_plain},
 #if defined(__x86_64__)
-    {"avx2", power_avx2, update_avx2},
-    {"avx512", power_avx512, update_avx512},
+    {"avx2", power_avx2, means_avx2, update_avx2},
+    {"avx512", power_avx512, means_avx512, update_avx512},
 #endif
 };
 
@@ -278,6 +280,50 @@ EXPORT int meshstep_powers(int64_t tensors, const uint64_t *addresses, const int
     return 0;
 }
 
+struct means {
+    const uint64_t *addresses;
+    const int64_t *numels, *first_chunk;
+    double **out;
+    int64_t tensors;
+    int dtype, squares;
+};
+
+static void means_of_chunks(void *given, int64_t begin, int64_t end) {
+    struct means *m = given;
+    int64_t tensor = tensor_at(m->first_chunk, m->tensors, begin);
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        while (chunk >= m->first_chunk[tensor + 1]) tensor++;
+        int64_t start = (chunk - m->first_chunk[tensor]) * CHUNK, rest = m->numels[tensor] - start;
+        int64_t count = rest < CHUNK ? rest : CHUNK;
+        const void *at = (const void *)(uintptr_t)m->addresses[tensor]; /* NULL: a tensor of zeros without memory */
+        double *out = m->out[tensor] + start / EIGHT;
+        if (at) loops->means(m->dtype, m->squares, at, start, count, out);
+        else memset(out, 0, (size_t)((count + EIGHT - 1) / EIGHT) * sizeof *out);
+    }
+}
+
+/* out: for each tensor in turn, the mean of |x|^norm_type (1 or 2) per EIGHT elements; the last elements of a tensor are filled
+ * up with zeros. Not for float64. Returns 1 if out of memory, else 0. */
+EXPORT int meshstep_means(int64_t tensors, const uint64_t *addresses, const int64_t *numels, int dtype, int norm_type,
+                          double *out, int threads) {
+    int64_t elements, *first = first_chunks(tensors, numels, &elements);
+    double **outs = malloc((size_t)(tensors + 1) * sizeof *outs);
+    if (!first || !outs) {
+        free(first);
+        free(outs);
+        return 1;
+    }
+    for (int64_t i = 0; i < tensors; i++) {
+        outs[i] = out;
+        out += (numels[i] + EIGHT - 1) / EIGHT;
+    }
+    struct means means = {addresses, numels, first, outs, tensors, dtype, norm_type == 2};
+    if (first[tensors]) in_parallel(means_of_chunks, &means, first[tensors], elements, threads);
+    free(first);
+    free(outs);
+    return 0;
+}
+
 /* Updates. ----------------------------------------------------------------------------------------------------------- */
 
 struct updates {
@@ -300,7 +346,7 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
 }
 
 /* Version of the functions' arguments. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
-EXPORT int meshstep_interface(void) { return 3; }
+EXPORT int meshstep_interface(void) { return 4; }
 
 /* One update of `count` tensors; changes nothing if *found_inf is not 0.
  *

@@ -17,8 +17,8 @@ from kernel_cases import DTYPES, some_values
 from loops import instructions_here, loops, using, with_instructions, with_threads
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.kernels.native import torchs_threads
-from meshstep.optim.norm.powers import local_powers, powers_by_loops, reference_powers
+from meshstep.optim.kernels.native import MEAN_OF, torchs_threads
+from meshstep.optim.norm.powers import local_powers, means_by_loops, powers_by_loops, reference_powers
 from properties import number_of_cases
 from torch import Tensor
 
@@ -57,6 +57,27 @@ def test_compiled_powers_match_reference_within_1e14(
         found = powers_by_loops(loops(), [shifted, turned, strided], p)
     assert found is not None
     torch.testing.assert_close(found, reference_powers([values] * 3, p), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
+@pytest.mark.parametrize("p", [1, 2])
+def test_compiled_means_of_chunks_have_the_same_bits_for_all_instructions_and_cuts(dtype: torch.dtype, p: int) -> None:
+    """They are within 1e-14 of the means in float64. NaN and infinity stay in their chunk."""
+    values = some_values((40_003,), dtype, 1.0, 5)
+    values[17], values[40_001] = torch.nan, torch.inf
+    padded = torch.cat([values.double(), torch.zeros(-len(values) % MEAN_OF)])
+    expected = (padded.abs() if p == 1 else padded.square()).view(-1, MEAN_OF).mean(1)
+    found = []
+    for instructions, cuts in product(INSTRUCTIONS, [(40_003,), (8, 1016, 8 * 3001, 14_971), (16_384, 16_384, 7_235)]):
+        with with_instructions(instructions):
+            found.append(means_by_loops(loops(), [part.clone() for part in values.split(cuts)], p))
+    first = found[0]
+    assert first is not None
+    torch.testing.assert_close(first, expected, rtol=1e-14, atol=0.0, equal_nan=True)
+    assert not first.isfinite().all()
+    for other in found[1:]:
+        assert other is not None
+        assert torch.equal(first.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,53 @@
+"""The LoRA example has the same losses on every layout, and trains with less memory than full fine-tuning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from run_example import losses_of_tests, printed_by_example, run_example
+from world import World
+
+SIZE = ["--width", "32", "--depth", "1"]
+FLAGS = [*SIZE, "--steps", "30", "--r", "4"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a checkpoint of accumulate_lm.py."""
+    path = str(tmp_path_factory.mktemp("lora") / "base")
+    few = ["--paragraphs", "232", "--steps", "20", "--save-every", "20"]
+    run_example("accumulate_lm", "--resume", path, *few, *SIZE)
+    return path
+
+
+def bytes_of(printed: str) -> int:
+    found = re.search(r"memory: +(\d+) bytes", printed)
+    assert found is not None, printed
+    return int(found.group(1))
+
+
+def losses_of(printed: str) -> list[float]:
+    found = re.search(r"losses: +([\d. ]+)", printed)
+    assert found is not None, printed
+    return [*map(float, found.group(1).split()), *map(float, losses_of_tests(printed))]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_lora_example_on_each_layout_equals_one_process(world: World, base: str, dora: bool) -> None:
+    flags = ["--base", base, *FLAGS, *(["--dora"] if dora else [])]
+    one = run_example("finetune_lora", *flags)
+    before, after = losses_of_tests(one)
+    assert after < before - 0.3, "the adapters should learn"
+    full = run_example("finetune_lora", "--base", base, *FLAGS, "--full")
+    assert bytes_of(one) * 5 < bytes_of(full)
+    for ranks, topology, more in ((2, "tensor=2", []), (4, "data=2,tensor=2", ["--fsdp"])):
+        printed = world.run(ranks, printed_by_example, "finetune_lora", [*flags, *more], topology)[0]
+        assert losses_of(printed) == pytest.approx(losses_of(one), abs=1.01e-4)
+        assert bytes_of(printed) < bytes_of(one)
+
+
+def test_missing_base_model_ends_the_lora_example(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"has no checkpoint; write one with accumulate_lm\.py --resume"):
+        run_example("finetune_lora", "--base", str(tmp_path), *FLAGS)

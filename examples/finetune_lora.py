@@ -28,12 +28,13 @@ from meshstep.parallel import (
     ProcessGroupRegistry,
     Topology,
     add_lora,
+    declare,
     prepare_dataloader,
     reduce_from,
     save_adapter,
+    spec_of,
     vocab_parallel_cross_entropy,
 )
-from meshstep.parallel.interop.dtensor import keep_specs
 from models.gpt import CONTEXT, GPT
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -89,10 +90,11 @@ class Trainer:
         from torch.distributed.fsdp import fully_shard
 
         mesh = self.registry.device_mesh("data")
-        with keep_specs(self.gpt):
-            for block in self.gpt.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.gpt, mesh=mesh)
+        specs = {name: spec_of(param) for name, param in self.gpt.named_parameters()}
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.gpt, mesh=mesh)
+        declare(self.gpt, specs)  # fully_shard has replaced the parameters
 
     def train(self) -> list[float]:
         """Run all steps, and return the loss of each step."""

@@ -290,6 +290,7 @@ class TorchGradSync(GradSyncController):
     """
 
     in_backward = True
+    _is_broken = False
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
@@ -308,6 +309,27 @@ class TorchGradSync(GradSyncController):
                 "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
                 "parallel in the same way"
             )
+
+    @contextmanager
+    def micro_batch(self, window: Window) -> Iterator[None]:
+        """Return a context manager around one micro-batch.
+
+        Raises:
+            RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then no longer reduce
+                gradients, and leave some out.
+        """
+        if self._is_broken:
+            raise RuntimeError(
+                "an earlier backward raised within a fully_shard module, and torch no longer reduces the gradients of such a "
+                "module: build the model and the optimizer again, and load a checkpoint"
+            )
+        try:
+            with super().micro_batch(window):
+                yield
+        except BaseException:
+            # Within `window` other code may have raised, such as a forward, which does no harm.
+            self._is_broken = not self.is_ddp and not window.several
+            raise
 
     def not_captured(self) -> str | None:
         module = type(self.modules[0]).__name__

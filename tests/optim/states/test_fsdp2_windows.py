@@ -148,3 +148,37 @@ def test_zero_grad_within_fsdp2_accumulation_window_raises(world: World) -> None
     for message, clean, regardless in world.run(2, abandoned):
         assert "fully_shard keeps the gradients of micro-batches" in message
         assert abs(regardless - clean) > 0.01
+
+
+class Raises(torch.autograd.Function):
+    """The identity. Its backward raises a RuntimeError."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("planted")
+
+
+def error_after_failed_backward() -> bool:
+    """torch itself would go on with wrong gradients: unsharded and not averaged, or None."""
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        options = arguments(max_norm=0.3, data_parallel=net)
+        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, **options)
+        handle = net.get_submodule(next(iter(dict(net.named_children())))).register_forward_hook(
+            lambda _module, _inputs, output: Raises.apply(output)
+        )
+        with pytest.raises(RuntimeError, match="planted"):
+            optimizer.backward(net(micro_batch(registry.coordinate["data"], 0, weighted=False)).sum())
+        handle.remove()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="an earlier backward raised within a fully_shard module"):
+            optimizer.backward(net(micro_batch(registry.coordinate["data"], 1, weighted=False)).sum())
+    return True
+
+
+def test_backward_after_a_failed_backward_of_fully_shard_raises(world: World) -> None:
+    assert all(world.run(2, error_after_failed_backward))

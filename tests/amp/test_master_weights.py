@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -411,3 +412,15 @@ def test_weights_equal_rounded_masters_with_sgd_adafactor_and_rmsprop(
     train(model, optimizer, masters, range(3))
     for param, master in masters.pairs:
         assert torch.equal(param, master.to(BF16))
+
+
+def test_warm_step_compares_no_weights_that_only_the_step_wrote() -> None:
+    model = mlp(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    with mock.patch.object(torch, "equal", side_effect=AssertionError("compared")):
+        train(model, optimizer, masters, range(3))
+        with torch.no_grad():
+            model.first.bias.mul_(1)  # another write makes the next step compare
+        with pytest.raises(AssertionError, match="compared"):
+            masters.collect()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,6 +286,23 @@ def test_stochastic_rounding_adds_param_groups_and_rejects_bad_bucket_size() -> 
     assert optimizer.state[head.weight]["exp_avg"].dtype == BF16
     with pytest.raises(ValueError, match="bucket_numel=0"):
         StochasticRounding(optimizer, bucket_numel=0)
+
+
+def test_gradients_of_float32_copies_are_dropped_before_the_copies_are_rounded() -> None:
+    """Otherwise the largest bucket of a step would need its float32 gradients beside the random bits."""
+    model = mlp(BF16)
+    optimizer = adamw(model.parameters())
+    rounding = StochasticRounding(optimizer)
+    model(torch.ones(2, 6, dtype=BF16)).float().sum().backward()
+    found = []
+
+    def round_back(copies: dict[Tensor, Tensor]) -> None:
+        found.extend(copy.grad for copy in copies.values())
+
+    with mock.patch.object(rounding, "_round_back", round_back):
+        rounding.step(optimizer.step)
+    assert len(found) == len([*model.parameters()])
+    assert found == [None] * len(found)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from meshstep.parallel import (
     reduce_scatter_to,
     scatter_to,
 )
+from meshstep.parallel.mesh.collectives import _chunk
 from torch import Tensor
 from world import World
 
@@ -321,3 +323,11 @@ def test_collectives_issue_at_most_one_operation_per_forward_and_backward(world:
         "broadcast_from": {"broadcast": 1, "reduce": 1},
         **{key: {"all_to_all_single": 2} for key in ("all_to_all 0", "all_to_all 0 1", "all_to_all 1 0")},
     }
+
+
+def test_chunks_of_a_short_dim_are_empty_on_the_last_ranks() -> None:
+    """A dim of 5 over 4 ranks has chunks of 2, 2, 1 and 0 elements, as in `torch.chunk`."""
+    for length in range(12):
+        chunks = [_chunk(length, mock.Mock(axes=("tensor",), size=4, rank=rank)) for rank in range(4)]
+        wanted = [len(chunk) for chunk in torch.arange(length).chunk(4)] if length else [0]
+        assert [own for _, own in chunks] == wanted + [0] * (4 - len(wanted))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -461,3 +462,12 @@ def test_registry_makes_expected_groups_in_fake_world_of_4096_ranks() -> None:
 def test_deepcopy_returns_the_same_registry() -> None:
     registry = ProcessGroupRegistry(Topology())
     assert copy.deepcopy({"registry": registry})["registry"] is registry
+
+
+def test_pickled_registry_loads_as_open_registry_of_the_same_topology() -> None:
+    registry = ProcessGroupRegistry(Topology(), timeout=timedelta(seconds=1234))  # no other test has this timeout
+    assert pickle.loads(pickle.dumps(registry)) is registry
+    registry.close()
+    loaded = pickle.loads(pickle.dumps(registry))
+    assert loaded is not registry
+    assert "closed" not in repr(loaded)

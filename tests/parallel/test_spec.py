@@ -94,6 +94,7 @@ def test_equivalent_specs_with_blocks_are_equal() -> None:
             lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"),
             "coordinate 2 of 'a', which is out of range; write a number from 0 to 1",
         ),
+        (lambda: P(owned={"a": -1}).validate(1, Topology(a=2), "w"), "coordinate -1 of 'a', which is out of range"),
         (lambda: P(tied={"a": (0, -3)}).validate(1, Topology(a=2), "w"), "coordinate -3 of 'a'"),
     ],
 )

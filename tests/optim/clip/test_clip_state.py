@@ -194,6 +194,26 @@ def test_skip_spikes_accepts_lasting_change_of_norms(of: Any) -> None:
     assert not any(found[-4:])
 
 
+def test_skip_spikes_applies_steps_while_the_median_of_norms_is_zero() -> None:
+    model, optimizer = alone(SkipSpikes(3.0, window=4, warm_up=2))
+    found = [bool(step(model, optimizer, size).spiked) for size in [0.0, 0.0, 0.0, 5.0, 0.0, 5.0]]
+    assert found == [False] * 6
+
+
+# Norms that are not finite ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [inf, nan])
+@pytest.mark.parametrize("label", [*STATEFUL, "number", "parameters"])
+def test_clip_coefficient_is_1_for_nonfinite_norm(label: str, size: float) -> None:
+    rules: dict[str, Any] = {**STATEFUL, "number": 1.0, "parameters": PerParameter(1.0)}
+    model, optimizer = alone(rules[label])
+    stats = step(model, optimizer, size)
+    assert float(stats.found_inf) == 1
+    assert float(stats.clip_coef) == 1
+    step(model, optimizer)
+
+
 # Saving and loading ---------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from meshstep.optim import (
 )
 from meshstep.optim.states import half_states
 from meshstep.optim.states.chain import SCALAR_STATE
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from optimizers import Counting
 from planted import LAYOUTS, Part, Planted, parts, run_skipped_step, run_step
 from torch import Tensor, nn
@@ -304,3 +304,23 @@ def test_existing_states_and_added_groups_are_converted_to_half_states() -> None
         run_step(model, optimizer, 1)
         optimizer.step()
         assert [value.dtype for _, value in state_of(optimizer)] == [torch.bfloat16] * 4
+
+
+def states_of_shards() -> list[list[int]]:
+    """Return the bits of a moment, whose values are equal on all ranks, of a sharded and a replicated parameter."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        params = {name: torch.nn.Parameter(torch.zeros(64)) for name in ("shard", "copy")}
+        annotate(params["shard"], P("tensor"), "shard")
+        annotate(params["copy"], P(), "copy")
+        adam = torch.optim.AdamW(params.items(), lr=0.1, fused=True)
+        optimizer = ParallelOptimizer(adam, registry, states=HalfStates())
+        optimizer.backward(torch.stack([(param * 1.001).sum() for param in params.values()]).sum())
+        optimizer.step()
+        return [adam.state[param]["exp_avg"].view(torch.int16).tolist() for param in params.values()]
+
+
+def test_shards_draw_different_random_bits_and_replicas_equal_ones(world: World) -> None:
+    (shard, replica), (other_shard, other_replica) = world.run(2, states_of_shards)
+    assert len({*shard}) > 1, "all values are representable, so nothing was rounded"
+    assert shard != other_shard
+    assert replica == other_replica

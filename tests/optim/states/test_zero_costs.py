@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from arguments import arguments
+from arguments import arguments, link_of
 from meshstep.amp import precision_of
-from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.sharded import ZeroBucket
+from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim.states.sharded import Shards, ZeroBucket
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import adamw
 from probes import collectives, no_host_reads
@@ -104,3 +104,25 @@ def test_zero2_reduces_buckets_during_backward_in_same_order_on_all_ranks(world:
         assert while_running >= 2
         # A rank without gradients of the last layers cannot start early; it joins when its backward ends.
         assert meanwhile == (while_running if uses_all else 0)
+
+
+def bytes_of_kept_gradients() -> tuple[int, int]:
+    """Return the bytes of the storages of the sharded gradients after backward, and of the full gradients."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = wide_model()
+        states = Sharded("tensor", gradients=True)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, states=states)
+        optimizer.backward(model(torch.randn(8, 64, generator=torch.Generator().manual_seed(0))).square().mean())
+        parts = [gradient for bucket in link_of(optimizer, Shards).buckets for gradient in bucket.gradients]
+        storages = {
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part is not None
+        }
+        assert all(param.grad is None for param in model.parameters())
+        return sum({of.data_ptr(): of.nbytes() for of in storages}.values()), sum(
+            param.nbytes for param in model.parameters()
+        )
+
+
+def test_sharded_gradients_over_model_axis_do_not_keep_full_gradients_alive(world: World) -> None:
+    for kept, full in world.run(2, bytes_of_kept_gradients):
+        assert full / 2 <= kept < full * 0.55

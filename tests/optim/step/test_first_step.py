@@ -403,3 +403,22 @@ def step_after_a_group_was_added() -> float:
 
 def test_later_step_without_backward_does_not_raise(world: World) -> None:
     assert world.run(2, step_after_a_group_was_added) == [0.0, 0.0]
+
+
+def checks_after_steps() -> list[int]:
+    """Return the number of replica checks before and after three steps, of which the first has an infinite norm."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        param = nn.Parameter(torch.zeros(3))
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1.0), registry)
+        found = [len(optimizer._clipping.checks)]
+        for factor in (torch.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            optimizer.backward((param * factor).sum())
+            optimizer.step()
+            found.append(len(optimizer._clipping.checks))
+        return found
+
+
+def test_replica_checks_are_dropped_after_first_finite_norm(world: World) -> None:
+    """A check holds all gradients of the first step, and costs a pass over parameters and gradients."""
+    assert world.run(2, checks_after_steps) == [[1, 1, 0, 0]] * 2

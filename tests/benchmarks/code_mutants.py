@@ -1,0 +1,399 @@
+"""Plant small faults in the library's code, and count how many of them the nearest tests find.
+
+    python tests/benchmarks/code_mutants.py [--listed] [--random 40] [--seed 0] [--only optim/norm] [--processes 2]
+
+Each fault changes one expression or statement in a copy of the repository. Then the tests of the changed module run in
+the copy, until the first failure. A fault that no test finds survives: write a test that fails with it, or add it to
+`EQUIVALENT` with the reason why no test can fail. Tests that do not end count as failed.
+
+``--listed`` plants the faults in `LISTED`, which have survived earlier runs. ``--random`` draws faults with ``--seed``,
+``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs other tests than the nearest ones, and
+``--show`` prints the faults without running tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 900  # limit of a test run; a fault may cause an endless loop or a deadlock
+
+# The tests of each module, by the longest prefix of its path.
+NEAREST: dict[str, str] = {
+    "amp": "amp optim/step/test_precision_steps.py",
+    "amp/by_bucket.py": "amp/test_stochastic_rounding.py optim/states/test_half_states.py",
+    "amp/loss_scale.py": "amp/test_loss_scale.py optim/step/test_precision_overflow.py",
+    "amp/master_weights.py": "amp/test_master_weights.py optim/step/test_precision_steps.py",
+    "amp/stochastic_rounding.py": "amp/test_stochastic_rounding.py",
+    "amp/fp8.py": "amp/test_fp8.py",
+    "amp/fp8_linear.py": "amp/test_fp8.py",
+    "optim/clip": "optim/clip optim/test_parallel_optimizer.py",
+    "optim/clip/rules.py": "optim/clip/test_clip_rules.py optim/clip/test_clip_rules_on_norm_sequences.py "
+    "optim/clip/test_hand_written_rules.py optim/clip/test_clip_state.py",
+    "optim/clip/functional.py": "optim/clip/test_clip_grad_norm.py optim/clip/test_without_registry.py",
+    "optim/gradients": "optim/gradients",
+    "optim/gradients/fixed_order.py": "optim/gradients/test_flat_layout.py optim/test_sum_order.py",
+    "optim/gradients/reduce_in_backward.py": "optim/gradients optim/states/test_zero_costs.py",
+    "optim/norm": "optim/norm optim/clip/test_clip_rules.py",
+    "optim/norm/exact_norm.py": "optim/norm optim/test_sum_order.py",
+    "optim/norm/replicas.py": "optim/norm optim/step/test_first_step.py optim/step/test_flipped_bits.py",
+    "optim/norm/plan_agreement.py": "optim/norm optim/step/test_agreed_settings.py optim/step/test_invalid_input.py",
+    "optim/states": "optim/states",
+    "optim/states/half_states.py": "optim/states/test_half_states.py",
+    "optim/states/sharded.py": "optim/states/test_zero.py optim/states/test_zero_behaviour.py",
+    "optim/step": "optim/step",
+    "optim/step/c_engine.py": "optim/step/test_native_update.py optim/step/test_row_cache.py",
+    "optim/step/data_parallel.py": "optim/step/test_wrappers.py optim/step/test_ddp_groups.py optim/states/test_fsdp2.py",
+    "optim/step/first_window_checks.py": "optim/step/test_first_step.py optim/states/test_unused_parameters.py "
+    "optim/step/test_missing_params.py",
+    "optim/step/missing_shards.py": "optim/step/test_missing_shards.py",
+    "optim/step/skips.py": "optim/step/test_nonfinite.py optim/step/test_commit.py",
+    "optim/step/step_agreement.py": "optim/step/test_step_agreement.py",
+    "optim/step/torch_engine.py": "optim/step/test_memory_layouts.py optim/step/test_step_behaviour.py",
+    "optim/step/update.py": "optim/step/test_step_behaviour.py optim/step/test_precision_steps.py",
+    "optim/step/window.py": "optim/gradients/test_accumulation.py "
+    "optim/step/test_clip_and_group_call_orders.py optim/step/test_rare_call_orders.py",
+    "optim/step/wrapped_optimizer.py": "optim/step/test_wrapped_optimizer_calls.py optim/test_combined_optimizer.py",
+    "parallel/layout": "parallel/test_layout.py parallel/test_spec.py",
+    "parallel/mesh/collectives.py": "parallel/test_collectives.py",
+    "parallel/mesh/registry.py": "parallel/test_registry.py",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one piece of code.
+
+    Args:
+        file: The path of the module in the repository.
+        old: The code, which occurs once in the module.
+        new: The code in its place.
+        line: The line of the code, for messages; 0 (default): unknown.
+        at: The offset of the code in the module; None (default): the only place where it occurs.
+    """
+
+    file: str
+    old: str
+    new: str
+    line: int = 0
+    at: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line or ''} {_short(self.old)!r} -> {_short(self.new)!r}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return the file, and both pieces of code without line breaks and indentation."""
+        return self.file, " ".join(self.old.split()), " ".join(self.new.split())
+
+    def apply(self, text: str) -> str:
+        """Return ``text`` of the module with the fault.
+
+        Raises:
+            ValueError: The code does not occur exactly once: update `LISTED`.
+        """
+        at = text.find(self.old) if self.at is None else self.at
+        if at < 0 or (self.at is None and text.count(self.old) != 1):
+            raise ValueError(f"{self.file} has {text.count(self.old)} places with {self.old!r}: update LISTED")
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+    @property
+    def tests(self) -> list[str]:
+        """Return the paths of the nearest tests that exist."""
+        prefix = max((prefix for prefix in NEAREST if self.file.startswith(prefix)), key=len, default="optim")
+        paths = [f"tests/{path}" for path in NEAREST.get(prefix, "optim").split()]
+        return [path for path in paths if (ROOT / path).exists()]
+
+
+def _short(code: str) -> str:
+    line = " ".join(code.split())
+    return line if len(line) <= 90 else f"{line[:87]}..."
+
+
+# Faults that survived ---------------------------------------------------------------------------------------------------
+
+_BUCKETS, _NORM, _SKIPS = "optim/gradients/buckets.py", "optim/norm/global_norm.py", "optim/step/skips.py"
+LISTED: list[Fault] = [
+    Fault(_BUCKETS, "flat[self._first_gap :].zero_()", "pass"),
+    Fault(_BUCKETS, "if param.grad is None and not param.requires_grad:", "if False:"),
+    Fault(_BUCKETS, "self.adopt = adopt and not self._pending", "self.adopt = adopt"),
+    Fault(
+        _BUCKETS, "in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))", "in peers)"
+    ),
+    Fault(
+        "optim/gradients/reduce_in_backward.py",
+        "{param for param in bucket.params if param.requires_grad} for bucket",
+        "{*bucket.params} for bucket",
+    ),
+    Fault(
+        "amp/master_weights.py",
+        "            copy_each_(params, masters)\n        self._record_versions(held)",
+        "            copy_each_(params, masters)",
+    ),
+    Fault(
+        "amp/stochastic_rounding.py",
+        "                copy.grad = None\n            self._round_back",
+        "                pass\n            self._round_back",
+    ),
+    Fault("optim/clip/clipper.py", "coef = safe = torch.where(finite, factors, one)", "coef = safe = factors"),
+    Fault("optim/clip/clipper.py", "coef = torch.where(finite, shown, one)", "coef = shown"),
+    Fault("optim/clip/clipper.py", "self.checks = self.checks if always else []", "pass"),
+    Fault("optim/clip/clipper.py", ".masked_fill_(total < 0, torch.nan)", ""),
+    Fault(
+        "optim/clip/rules.py",
+        "(steps >= self.warm_up) & (bound > 0) & (norm > bound)",
+        "(steps >= self.warm_up) & (norm > bound)",
+    ),
+    Fault(
+        _NORM,
+        "return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)",
+        "return powers * weights",
+    ),
+    Fault(_NORM, "if counted and plan.bucket_indices[i] == index]", "if plan.bucket_indices[i] == index]"),
+    Fault(_NORM, "return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]", "return total, flags[1:]"),
+    Fault(_NORM, "if slots == list(range(count)):", "if len(slots) == count:"),
+    Fault("optim/norm/plan.py", "return owns(self.owned, coordinate) and all(", "return all("),
+    Fault("optim/norm/plan.py", "named & {*self.topology.model_axes}", "named"),
+    Fault("optim/norm/plan.py", "if any(index and axis not in topology.pipe_axes for", "if any(False for"),
+    Fault(
+        "optim/norm/plan.py",
+        "[e for e in self.entries if e.trained and axis not in",
+        "[e for e in self.entries if axis not in",
+    ),
+    Fault("optim/norm/plan.py", "if axis in topology.axes and axis not in known)", "if axis in topology.axes)"),
+    Fault("optim/norm/plan_agreement.py", 'name if used[name] == 1 else f"{name}@{holders}"', "name"),
+    Fault(
+        "optim/norm/plan_agreement.py",
+        "shapes[key] = shape if shapes.setdefault(key, shape) == shape else None",
+        "shapes[key] = shape",
+    ),
+    Fault("optim/norm/powers.py", "(largest > 0) & largest.isfinite()", "largest > 0"),
+    Fault("optim/norm/powers.py", "flat.numel() * EXACT <= found < inf", "0 < found < inf"),
+    Fault("optim/states/half_states.py", 'self._keys[tensor] = f"{name} {where}"', "self._keys[tensor] = name"),
+    Fault("optim/states/sharded.py", "part.to(self.grad_dtype, copy=self.release)", "part.to(self.grad_dtype)"),
+    Fault(
+        "optim/step/window.py",
+        "return self.is_full or (final and self.micro_batches > 0)",
+        "return self.is_full or final",
+    ),
+    Fault("optim/step/window.py", '"broken" if self.phase == "broken" else "complete"', '"complete"'),
+    Fault("optim/step/window.py", '"broken" if self.phase == "broken" else "clipped"', '"clipped"'),
+    Fault(_SKIPS, "        self._in_a_row.mul_(stats.found_inf)\n", ""),
+    Fault(_SKIPS, 'state.get("vetoed_steps", 0)\n        self._step = 0', 'state.get("vetoed_steps", 0)'),
+    Fault(
+        "parallel/mesh/collectives.py",
+        "max(min(chunk, length - over.rank * chunk), 0)",
+        "min(chunk, length - over.rank * chunk)",
+    ),
+    Fault("parallel/mesh/registry.py", "is_current = not registry._closed and", "is_current ="),
+    Fault(
+        "parallel/mesh/registry.py",
+        "        if self._closed:\n            raise",
+        "        if False:\n            raise",
+    ),
+    Fault("parallel/layout/spec.py", " or (index < 0 and axis in dict(self.owned))", ""),
+]
+
+# Faults that no test can find, with the reason. The code is written without line breaks.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+
+# Random faults ----------------------------------------------------------------------------------------------------------
+
+PREFIXES = ("optim/norm/", "optim/clip/", "optim/gradients/", "optim/step/", "amp/")
+_FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: (" is ", " is not "),
+    ast.IsNot: (" is not ", " is "),
+    ast.In: (" in ", " not in "),
+    ast.NotIn: (" not in ", " in "),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.And: (" and ", " or "),
+    ast.Or: (" or ", " and "),
+}
+
+
+def faults_in(path: Path) -> Iterator[Fault]:
+    """Yield all faults of the fixed kinds in a module.
+
+    The kinds are: another operator; a condition that is negated; a condition of an ``if`` that is False; True for False
+    and the reverse; a number that is larger by 1; a call or assignment to an attribute that is left out. Annotations,
+    docstrings and the texts of errors are not changed.
+    """
+    text, file = path.read_text(), str(path.relative_to(ROOT))
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    if not text.isascii():
+        return
+
+    def fault(node: ast.AST, new: str, start: int | None = None, stop: int | None = None) -> Fault:
+        found: ast.expr = node  # type: ignore[assignment]
+        first = starts[found.lineno - 1] + found.col_offset if start is None else start
+        last = starts[(found.end_lineno or 0) - 1] + (found.end_col_offset or 0) if stop is None else stop
+        return Fault(file, text[first:last], new, found.lineno, first)
+
+    def place(node: ast.expr, end: bool = False) -> int:
+        line, column = (node.end_lineno, node.end_col_offset) if end else (node.lineno, node.col_offset)
+        return starts[(line or 0) - 1] + (column or 0)
+
+    tree = ast.parse(text)
+    ignored: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        hidden: list[ast.AST | None] = []
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            hidden = [node.annotation]
+        elif isinstance(node, ast.FunctionDef):
+            hidden = [node.returns, *node.decorator_list]
+        elif isinstance(node, ast.Raise | ast.JoinedStr) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
+            hidden = [node]
+        ignored.update(inner for part in hidden if part is not None for inner in ast.walk(part))
+    for node in ast.walk(tree):
+        if node in ignored:
+            continue
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _FLIPPED:
+            yield _between(fault, place(node.left, end=True), place(node.comparators[0]), node, node.ops[0], text)
+        elif isinstance(node, ast.BinOp) and type(node.op) in _FLIPPED:
+            yield _between(fault, place(node.left, end=True), place(node.right), node, node.op, text)
+        elif isinstance(node, ast.BoolOp):
+            yield _between(fault, place(node.values[0], end=True), place(node.values[1]), node, node.op, text)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield fault(node, ast.unparse(node.operand))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield fault(node, str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield fault(node, repr(node.value + 1))
+        elif isinstance(node, ast.If | ast.IfExp):
+            yield fault(node.test, "False")
+            if not isinstance(node.test, ast.UnaryOp | ast.Compare):
+                yield fault(node.test, f"not ({ast.unparse(node.test)})")
+        elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or (
+            isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        ):
+            yield fault(node, "pass")
+
+
+def _between(fault: object, start: int, stop: int, node: ast.AST, operator: ast.AST, text: str) -> Fault:
+    old, new = _FLIPPED[type(operator)]
+    changed = (
+        text[start:stop].replace(old, new, 1)
+        if old in text[start:stop]
+        else text[start:stop].replace(old.strip(), new.strip(), 1)
+    )
+    return fault(node, changed, start, stop)  # type: ignore[operator, no-any-return]
+
+
+def draw(count: int, seed: int, prefixes: tuple[str, ...]) -> list[Fault]:
+    """Return ``count`` random faults in the modules whose paths begin with one of ``prefixes``."""
+    paths = sorted(path for prefix in prefixes for path in ROOT.glob(f"{prefix.rstrip('/')}*/**/*.py"))
+    paths += sorted(ROOT / prefix for prefix in prefixes if prefix.endswith(".py"))
+    everything = [fault for path in paths for fault in faults_in(path) if fault.key not in EQUIVALENT]
+    return random.Random(seed).sample(everything, min(count, len(everything)))
+
+
+# Test runs --------------------------------------------------------------------------------------------------------------
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """Copy the library and its tests, and return the copy."""
+    for name in ("amp", "optim", "parallel", "src", "tests", "docs", "examples"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def outcome_of(fault: Fault, copy: Path, tests: list[str]) -> str:
+    """Return "found", "survived" or "endless": the result of ``tests`` (empty: the nearest tests) with the fault."""
+    path = copy / fault.file
+    before = path.read_text()
+    path.write_text(fault.apply(before))
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *(tests or fault.tests)]
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.Popen(
+            command,
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return "found" if run.wait(SECONDS) else "survived"
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, 9)
+        return "endless"
+    finally:
+        path.write_text(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--listed", action="store_true")
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[*PREFIXES])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tests", nargs="+", default=[], help="run these tests instead of the nearest ones")
+    parser.add_argument("--show", action="store_true")
+    options = parser.parse_args()
+    faults = [fault for fault in LISTED if fault.key not in EQUIVALENT] if options.listed else []
+    faults += draw(options.random, options.seed, tuple(options.only))
+    if options.show:
+        for fault in faults:
+            fault.apply((ROOT / fault.file).read_text())
+            print(fault)
+        print(f"faults: {len(faults)}")
+        return
+    counts: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.processes):
+            copies.put(copy_of_repository(Path(folder) / str(number)))
+
+        def run(fault: Fault) -> tuple[Fault, str]:
+            copy = copies.get()
+            try:
+                return fault, outcome_of(fault, copy, options.tests)
+            finally:
+                copies.put(copy)
+
+        for fault, outcome in pool.map(run, faults):
+            print(f"{outcome:9} {fault}", flush=True)
+            for name in (str(Path(fault.file).parent), "all"):
+                counts.setdefault(name, Counter())[outcome] += 1
+    print(f"{'folder':20}" + "".join(f"{name:>10}" for name in ("planted", "found", "endless", "survived")))
+    for name, counted in sorted(counts.items()):
+        row = (counted.total(), counted["found"], counted["endless"], counted["survived"])
+        print(f"{name:20}" + "".join(f"{value:10}" for value in row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Single gradient buckets and the ranks over which they are summed, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshstep.optim.gradients.buckets import (
+    CommHook,
+    Finish,
+    GradientBucket,
+    Memory,
+    NoCompression,
+    flat_buckets,
+    is_complete,
+    sync_ranks,
+)
+from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from torch import Tensor, nn
+from world import World
+
+
+class Seen(CommHook):
+    """Reduces on this rank only, and keeps the flat buffers that it gets."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        self.buffers.append(flat.clone())
+        return lambda: None
+
+    def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        raise NotImplementedError
+
+
+def bucket_of(params: list[nn.Parameter], hook: CommHook, slices: int = 1, **options: Any) -> GradientBucket:
+    """Return one bucket of all ``params`` without a process group."""
+    numels = [param.numel() for param in params]
+    (layout,) = flat_buckets(list(range(len(params))), numels, slices, 10**6)
+    group: Any = None
+    return GradientBucket(params, layout, group, hook, torch.float32, **options)
+
+
+def with_gradients(*numels: int) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def filled_with_nan(size: int, dtype: torch.dtype = torch.float32, **_: object) -> Tensor:
+    return torch.full((size,), torch.nan, dtype=dtype)
+
+
+def test_flat_buffer_has_zeros_between_gradients_and_after_them() -> None:
+    """A communication hook sees these elements; new memory may contain NaNs."""
+    params = with_gradients(3, 70, 5)
+    params[0].new_empty = filled_with_nan  # type: ignore[assignment, method-assign]
+    flat = bucket_of(params, Seen(), slices=4).pack()
+    assert flat.numel() > 78
+    assert flat.sum() == 78
+
+
+def test_parameter_frozen_after_bucket_was_made_gets_no_gradient() -> None:
+    params = with_gradients(4, 4)
+    bucket = bucket_of(params, Seen())
+    params[1].grad = None
+    params[1].requires_grad_(False)
+    bucket.all_reduce()()
+    assert params[0].grad is not None
+    assert params[1].grad is None
+
+
+def test_trained_parameter_without_gradient_gets_the_sum() -> None:
+    """Negative control of the test above."""
+    params = with_gradients(4, 4)
+    bucket = bucket_of(params, Seen())
+    params[1].grad = None
+    bucket.all_reduce()()
+    assert params[1].grad is not None
+
+
+def test_write_to_one_pending_gradient_keeps_marks_of_the_others() -> None:
+    params = with_gradients(4, 4)
+    bucket_of(params, Seen(), adopt=True, pending=params).all_reduce()()
+    assert all(map(is_complete, params))
+    assert params[0].grad is not None
+    params[0].grad.add_(1)
+    assert not is_complete(params[0])
+    assert is_complete(params[1])
+
+
+def test_tied_gradient_is_summed_over_tied_stages_only() -> None:
+    topology = Topology(pipe=4, data=2)
+    spec = P(tied={"pipe": (0, -1)})
+    for rank in (0, 6):
+        assert sync_ranks(spec, topology, rank, average_data=False) == (0, 6)
+        assert sync_ranks(spec, topology, rank, average_data=True) == (0, 1, 6, 7)
+
+
+class Counted:
+    """A bucket that counts its reductions."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params, self.started = params, 0
+
+    def start(self) -> Callable[[], None]:
+        self.started += 1
+        return lambda: None
+
+
+def test_frozen_parameter_does_not_delay_its_bucket_to_the_end_of_backward() -> None:
+    trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    bucket: Any = Counted([trained, frozen])
+    reducer = BackwardReducer(str, [bucket], [])
+    frozen.requires_grad_(False)
+    with reducer.micro_batch():
+        (trained + frozen).sum().backward()
+        assert bucket.started == 1
+    trained.grad = None
+    frozen.requires_grad_(True)
+    with reducer.micro_batch():
+        trained.sum().backward()  # without a gradient of a trained parameter, the bucket waits
+        assert bucket.started == 1
+    assert bucket.started == 2
+
+
+def summed(dtype: torch.dtype) -> list[float]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        (param,) = with_gradients(3)
+        assert param.grad is not None
+        param.grad.mul_(1 + registry.global_rank)
+        (layout,) = flat_buckets([0], [3], 1, 100)
+        GradientBucket([param], layout, registry.group("data"), NoCompression(), dtype, 0.5).all_reduce()()
+        found: list[float] = param.grad.tolist()
+        return found
+
+
+def test_bucket_sums_scaled_gradients_over_group(world: World) -> None:
+    assert world.run(2, summed, torch.float32) == [[1.5] * 3] * 2

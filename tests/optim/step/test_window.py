@@ -1,0 +1,101 @@
+"""The accumulation window and the skip counters, without an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from meshstep.optim.clip.clipper import StepDecision, inverse_weight
+from meshstep.optim.norm.measure import GradStats
+from meshstep.optim.step.skips import LAG, Skip, SkipMonitor
+from meshstep.optim.step.window import Window
+from torch import Tensor
+
+
+def broken_window(steps: int | None = None) -> Window:
+    """Return a window whose first backward has raised."""
+    window = Window(steps)
+    with pytest.raises(ZeroDivisionError), window.micro_batch(None, [], []):
+        raise ZeroDivisionError
+    return window
+
+
+def test_final_step_needs_a_micro_batch() -> None:
+    window = Window(2)
+    assert not window.ends(final=True)
+    with window.micro_batch(None, [], []):
+        pass
+    assert window.ends(final=True)
+    assert not window.ends(final=False)
+
+
+@pytest.mark.parametrize("end", ["complete", "clipped"])
+def test_broken_window_stays_broken_until_it_is_cleared(end: str) -> None:
+    window = broken_window()
+    window.complete() if end == "complete" else window.clipped(mock.Mock())
+    with pytest.raises(RuntimeError, match="a backward of this window raised"):
+        window.ends(final=False)
+    window.clear()
+    assert window.ends(final=False)
+
+
+def decision(bad: bool, skipped: bool = False, rejected: bool | None = None) -> StepDecision:
+    """Return the decision of a step with a non-finite norm, or of a step that is skipped for another reason."""
+    one, found_inf = torch.ones(()), torch.tensor(float(bad))
+    veto = None if rejected is None else torch.tensor(float(rejected))
+    stats = GradStats(one * (torch.inf if bad else 1), one, found_inf, one.view(1), rejected=veto)
+    return StepDecision(stats, torch.maximum(found_inf, torch.tensor(float(skipped))), None)
+
+
+def count(monitor: SkipMonitor, bad: list[bool], most: int = 3) -> list[str | None]:
+    return [monitor.count(decision(each), Skip(most), captured=False) for each in bad]
+
+
+def test_step_with_finite_norm_resets_consecutive_count() -> None:
+    monitor = SkipMonitor(torch.device("cpu"))
+    assert count(monitor, [True, True, False] * 10) == [None] * 30
+    assert monitor.poll(Skip(3)) is None
+    assert monitor.total() == 20
+    count(monitor, [True] * 3)
+    assert monitor.poll(Skip(3)) == "3 steps in a row were skipped because the gradient norm was not finite"
+
+
+def test_step_skipped_for_another_reason_counts_in_total_only() -> None:
+    monitor = SkipMonitor(torch.device("cpu"))
+    for _ in range(4):
+        monitor.count(decision(False, skipped=True, rejected=True), Skip(2), captured=False)
+    assert monitor.poll(Skip(2)) is None
+    assert (monitor.total(), monitor.rejected()) == (4, 4)
+
+
+def test_load_forgets_counts_that_are_on_their_way_to_the_host() -> None:
+    monitor = SkipMonitor(torch.device("cpu"))
+    count(monitor, [True] * LAG, most=LAG)  # read in the next step
+    monitor.load_state_dict({"skipped_steps": 5, "vetoed_steps": 2})
+    assert count(monitor, [False] * (2 * LAG), most=LAG) == [None] * (2 * LAG)
+    assert monitor.state_dict() == {"skipped_steps": 5, "vetoed_steps": 2}
+
+
+def test_consecutive_count_is_read_lag_steps_later() -> None:
+    """Negative control of the test above: without the load, the error comes."""
+    monitor = SkipMonitor(torch.device("cpu"))
+    found = count(monitor, [True] * (2 * LAG), most=LAG)
+    assert [reason is None for reason in found] == [True] * (2 * LAG - 1) + [False]
+
+
+@pytest.mark.parametrize(
+    ("totals", "wanted"),
+    [([4.0], 0.5), ([0.0, 8.0], 0.25), ([0.0], 0.1), ([-1.0], torch.nan), ([torch.nan], torch.nan)],
+)
+def test_inverse_of_total_weight_is_nan_for_negative_weights(totals: list[float], wanted: float) -> None:
+    found: Tensor = inverse_weight(torch.tensor(totals, dtype=torch.float64), data_ranks=2, count=10)
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
+
+
+def test_counts_of_device_steps_are_not_read_while_a_graph_is_captured() -> None:
+    monitor = SkipMonitor(torch.device("cpu"))
+    captured: list[Any] = [monitor.count(decision(True), Skip(1), captured=True) for _ in range(2 * LAG)]
+    assert captured == [None] * (2 * LAG)
+    assert monitor.poll(Skip(1)) is not None

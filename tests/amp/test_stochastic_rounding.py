@@ -294,7 +294,7 @@ def test_gradients_of_float32_copies_are_dropped_before_the_copies_are_rounded()
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
     model(torch.ones(2, 6, dtype=BF16)).float().sum().backward()
-    found = []
+    found: list[Tensor | None] = []
 
     def round_back(copies: dict[Tensor, Tensor]) -> None:
         found.extend(copy.grad for copy in copies.values())

@@ -14,9 +14,9 @@ from meshstep.optim.gradients.buckets import (
     Memory,
     NoCompression,
     flat_buckets,
-    is_complete,
     sync_ranks,
 )
+from meshstep.optim.gradients.in_place import is_complete
 from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from torch import Tensor, nn

@@ -114,13 +114,10 @@ def bytes_of_kept_gradients() -> tuple[int, int]:
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, states=states)
         optimizer.backward(model(torch.randn(8, 64, generator=torch.Generator().manual_seed(0))).square().mean())
         parts = [gradient for bucket in link_of(optimizer, Shards).buckets for gradient in bucket.gradients]
-        storages = {
-            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part is not None
-        }
+        storages = [part.untyped_storage() for part in parts if part is not None]
         assert all(param.grad is None for param in model.parameters())
-        return sum({of.data_ptr(): of.nbytes() for of in storages}.values()), sum(
-            param.nbytes for param in model.parameters()
-        )
+        kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(kept.values()), sum(param.nbytes for param in model.parameters())
 
 
 def test_sharded_gradients_over_model_axis_do_not_keep_full_gradients_alive(world: World) -> None:

@@ -326,8 +326,8 @@ class Monitor:
     def _close_window(self, stats: GradStats) -> None:
         """Add the losses of the step's micro-batches to the sums since the last report.
 
-        If the gradients were non-finite, add of a micro-batch with a non-finite loss only the count, to ``_left_out``: the
-        loss would make the mean non-finite.
+        If the gradients were non-finite, a micro-batch with a non-finite loss adds only its count, to ``_left_out``.
+        Its loss would make the mean non-finite.
         """
         if not self._window:
             return
@@ -428,7 +428,8 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return sums over all ranks, [5]: loss * count (two parts), counts with and without a loss, all counts.
+        """Return sums over all ranks, [5]: loss * count (two parts), counts of these losses, counts of left-out losses,
+        all counts.
 
         The last sum includes the counts of each data coordinate once. The other sums include every rank that has a
         loss.

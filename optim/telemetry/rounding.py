@@ -19,8 +19,9 @@ class Tolerances:
 
         Tolerances({"float32": 1e-3})
 
-    The tolerance of a parameter is that of the coarser dtype of the two runs, which is the dtype of the forward pass as the
-    precision mode and the parameter give it. In step s it is ``relative * (1 + growth * (s - 1))``, at most 0.25.
+    In each run, a parameter has the dtype of its forward pass, which follows from the precision mode and the
+    parameter's dtype. The coarser of the two dtypes determines the tolerance of the parameter, which in step s is
+    ``relative * (1 + growth * (s - 1))``, but at most 0.25 (or ``relative``, if that is larger).
 
     Args:
         relative: Tolerance in the first step by dtype: "float64", "float32", "float16", "bfloat16" or "float8". Dtypes
@@ -65,7 +66,8 @@ def compute_dtype(step: RecordedStep, name: str) -> str:
 
 
 def distance(a: Figures, b: Figures) -> float:
-    """Return the estimated norm of the difference of two tensors; 0 if their hashes are equal, inf if one is not finite."""
+    """Return the estimated norm of the difference of two tensors. It is 0 if their hashes are equal or both are
+    non-finite, and inf if only one is non-finite."""
     if a.hash is not None and a.hash == b.hash:
         return 0.0
     if not (a.is_finite and b.is_finite):

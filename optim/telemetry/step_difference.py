@@ -5,12 +5,14 @@ options of param groups, update. The first one that differs is reported, because
 estimated from norms and sketches (`rounding.distance`), and is accepted up to these limits:
 
     d_w       relative distance of all weights together
-    weight    2 eps |w| + 2 * sum over earlier steps of the accepted distances of updates
+    weight    2 eps |w| (1 + growth * (step - 1)) + 2 * sum over earlier steps of the accepted distances of updates
     gradient  (tolerance + 10 d_w) * max(|g|, 0.01 * global norm)
     update    (f(largest accepted relative distance of the gradient) + 10 d_w) * |dw| + 2 eps |w|
 
 Optimizers such as Adam divide by the size of an element's gradient. If the gradient of an element is rounding only, its
 update may differ completely. So f(d) is ``3 sqrt(d)``, and ``3 d`` for plain SGD, but at least the tolerance.
+If the first compared step is not step 1, the updates before it are not recorded, and its limit for a weight is larger by
+``tolerance * |w|``.
 """
 
 from __future__ import annotations

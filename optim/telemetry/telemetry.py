@@ -419,8 +419,8 @@ class Planned:
     def _see_local(self, optimizer: ParallelOptimizer[Any], model: ReductionPlan, own: list[bool]) -> None:
         if not any(own):
             raise ValueError(
-                "NoiseScale: every parameter is sharded over the data axes, so no gradient comes from the samples of a "
-                "single data rank; leave noise= out"
+                "NoiseScale: no trained parameter has a gradient that comes from one data rank's samples only (parameters "
+                "are frozen, sharded over a data axis, or owned by one data rank); leave noise= out"
             )
         params = optimizer.transforms.params
         self.local = LocalGradients(params, model, self.registry, self.device, self.constants)

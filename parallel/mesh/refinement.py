@@ -166,8 +166,8 @@ def refined(
                 names[number] = name_of(ranks)
                 continue
             raise ValueError(
-                f"ranks {ranks} are along no dim of these meshes, so their axis is unknown; give a "
-                "mesh with a dim along these ranks too"
+                f"no dim of these meshes has the group of ranks {ranks}, so this axis has no name; pass another mesh, "
+                "of which one dim consists of these ranks"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}

@@ -74,7 +74,7 @@ class Ours:
 
 
 class SameOnEvery:
-    """The optimizer of meshstep with all full matrices on every rank."""
+    """meshstep's `Muon` on unsharded matrices: every rank computes every update."""
 
     def __init__(self, width: int, layers: int) -> None:
         params = {}

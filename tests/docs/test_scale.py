@@ -50,7 +50,7 @@ def test_cost_model_snippets_print_the_shown_output() -> None:
 
 @contextmanager
 def sending() -> Iterator[list[Sent]]:
-    """Record the collectives: name, ranks of the group, and bytes of the larger of input and output."""
+    """Record the collectives: name, number of ranks in the group, and bytes of the larger of input and output."""
     sent: list[Sent] = []
 
     def note(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:

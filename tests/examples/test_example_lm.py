@@ -56,7 +56,8 @@ def test_lm_example_on_each_layout_equals_one_process(
 def test_lm_example_prints_the_same_hash_and_losses_on_any_number_of_data_ranks(
     world: World, ranks: int, zero: int, tmp_path: Path
 ) -> None:
-    """Bitwise. Another number of micro-batches, the negative control, gives another hash."""
+    """Hashes and losses must be bitwise identical. As a negative control, another number of micro-batches must change
+    the hash."""
     short = [*FLAGS[:4], "--steps", "4", "--width", "16", "--depth", "1"]
     hashes, curves = list[str](), list[torch.Tensor]()
     for count, micro_batches, flags in ((1, 8, []), (ranks, 8, ["--zero", str(zero)]), (1, 4, [])):

@@ -65,7 +65,7 @@ def test_digits_run_resumes_on_another_topology(world: World, one_process: torch
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    """Return the default options of the command line with ``changes``."""
+    """Return the options of a two-step run with `--verify`, changed by ``changes``."""
     given: argparse.Namespace = example("train_digits").read_options(1, [])
     few = {"steps": 2, "batch_size": 32, "lr": 1e-3, "seed": 5, "verify": True}
     return argparse.Namespace(**{**vars(given), **few, **changes})

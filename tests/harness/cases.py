@@ -71,7 +71,8 @@ class Case:
         return slice_of(full, self.params[index].spec, self.topology, rank)
 
     def dense_powers(self, norm_type: float) -> list[Tensor]:
-        """Return for each distinct logical parameter the sum of |g|^p (for inf the largest |g|), in float64."""
+        """Return the sum of |g|^p (for inf the largest |g|) of each logical parameter, in float64. A parameter whose
+        spec does not name the pipeline axis is a different one on each stage."""
         powers = []
         stages = list(product(*(range(self.topology.size(axis)) for axis in self.topology.pipe_axes)))
         for index, param in enumerate(self.params):
@@ -91,7 +92,7 @@ def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
     """Return the shard of ``full`` that ``rank`` holds. A dim that does not divide is split like torch.chunk, so the
     last shards may be empty.
 
-    Block sizes must divide evenly.
+    A dim with `blocks` must divide evenly.
     """
     for dim in range(full.dim()):
         axes = spec.dim_axes(dim)
@@ -112,7 +113,7 @@ def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
 
 
 def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str, nn.Parameter]]:
-    """Return the declared parameters that this rank holds, with their complete gradients."""
+    """Return the declared parameters that this rank holds. Their gradients are marked as reduced."""
     from meshstep.optim.gradients.in_place import mark_complete
 
     found = []
@@ -129,7 +130,7 @@ def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str,
 
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
-    """Draw a mesh of at most ``most_ranks``, and up to five parameters with gradients that fit it."""
+    """Draw a mesh of at most ``most_ranks`` ranks, and one to five parameters on it."""
     topology = draw(topologies(most_ranks))
     params = []
     for _ in range(draw(st.integers(1, 5))):

@@ -48,7 +48,7 @@ def optimizer_of(
 
 
 def zipped(value: Any) -> bytes:
-    """Return what `torch.save` writes."""
+    """Return the bytes that `torch.save` writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

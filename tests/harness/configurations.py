@@ -352,8 +352,8 @@ def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
 
 
 def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> Tensor:
-    """Return the constants that this rank's shard is multiplied with. They have the parameters' dtype, but their sums
-    are rounded in float32 and depend on the order of summation."""
+    """Return the constants (float64) with which the rank at ``at`` multiplies its shard. The parameters' dtype
+    represents them exactly; their float32 sums are rounded, so they depend on the order of summation."""
     layout, (shape, _) = setting.at, MODEL[name]
     spec, topology = layout.spec(name), layout.topology
     axes = sorted({*topology.data_axes, *spec.partial, *dict(spec.tied)})
@@ -472,7 +472,8 @@ def setting_of(rng: random.Random) -> Setting:
 
 
 def case_of(number: int) -> Case:
-    """Draw a case uniformly. Hypothesis would stay near previous draws, but a few dozen cases must cover all kinds."""
+    """Draw a case from the seed ``number``. Hypothesis itself would stay near earlier draws, but a few dozen cases must
+    cover all kinds."""
     rng = random.Random(number)
     setting, resumed = setting_of(rng), setting_of(rng)
     goes_on = rng.choice(["on", "on", "same", "other states", "other layout", "other layout"])

@@ -197,8 +197,8 @@ class Rank:
         return optimizer.step()
 
     def averaged(self, name: str) -> int:
-        """Return the number of ranks of a DTensor's mesh over which torch averages its gradient; the result there is
-        complete."""
+        """Return the number of data ranks in a DTensor's mesh (1 for a plain tensor). Its gradient counts as averaged
+        over them already, so the loss is divided by this number."""
         topology = self.setting.at.topology
         meshed = {axis for axes, _ in self.setting.at.meshes.get(name, ()) for axis in axes}
         return topology.size(*(axis for axis in topology.data_axes if axis in meshed))
@@ -231,7 +231,7 @@ def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegi
 
 
 def _with_gradient(param: Tensor) -> Tensor:
-    """Return a parameter through which the local gradient of a DTensor is set."""
+    """Return the tensor to use in the loss: the local tensor of a DTensor, else the parameter itself."""
     part: Tensor = param.to_local() if has_dtensors((param,)) else param  # type: ignore[attr-defined]
     return part
 
@@ -296,7 +296,7 @@ def go_on(case: Case, path: Path) -> Report:
 def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> list[str]:
     """Pass a different option on one rank.
 
-    Return a problem unless every rank raises an error that names it, and nothing changes on any rank.
+    Return the problems of this rank: none if it raises an error that names the option, and changes nothing.
     """
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size

@@ -6,9 +6,9 @@
         stats = optimizer.step()
     graph.replay()
 
-As with a CUDA graph, Python code runs only once. The capture leaves earlier tensors unchanged; tensors created in it
-contain garbage until the first replay, and reading one is an error. Memory is not reused, so a graph that reads memory
-after it was freed is not detected here.
+As with a CUDA graph, Python code runs only once. The capture leaves earlier tensors unchanged. Tensors created in it
+contain garbage until the first replay. Reading a value on the host during the capture raises an error. Memory is not
+reused, so a graph that reads memory after it was freed is not detected here.
 """
 
 from __future__ import annotations

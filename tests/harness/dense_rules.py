@@ -1,8 +1,8 @@
 """Reference implementations of the clip rules, as in their papers, for one process that has all norms.
 
 They compute with Python floats. A reference gets the norm of every logical parameter and returns the factor for each
-one, or None to skip the step. Its values between steps are in `state`, in the format of
-`ParallelOptimizer.clip_state`, with numbers of parameters by key.
+one, or None to skip the step. `state` has the values that it keeps between steps, in the format of
+`ParallelOptimizer.clip_state`, except that values per parameter are in a dict by key.
 """
 
 from __future__ import annotations

@@ -209,11 +209,11 @@ class DenseRun:
     # Checkpoints --------------------------------------------------------------------------------------------------------
 
     def put_together(self, pieces: Iterable[tuple[str, Tensor]]) -> bool:
-        """Merge shards, given by name and values, into the tensors that the optimizer updates from now on: each gets
-        one number of steps, the smallest positive one among its merged shards.
+        """Merge the step counts of the tensors that the optimizer updates from now on. Each tensor, given by parameter
+        name and flat indices, gets the smallest positive count among its elements.
 
         Returns:
-            Whether any merged shards had different numbers of steps.
+            Whether the elements of any tensor had different counts. With SGD, only 0 differs from the others.
         """
         differed = False
         before = {name: param.steps.clone() for name, param in self.params.items()}
@@ -233,7 +233,7 @@ def hyper_parameters(group: int) -> dict[str, float]:
 
 
 def inner_optimizer(kind: str, groups: list[dict[str, Any]], implementation: str = "fused") -> torch.optim.Optimizer:
-    """Return torch's optimizer with the same formulas."""
+    """Return the torch optimizer whose formulas `DenseRun` computes."""
     for index, group in enumerate(groups):
         group.update(hyper_parameters(index))
     how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}

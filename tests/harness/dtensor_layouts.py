@@ -66,7 +66,8 @@ def fully_sharded(model: Net, mesh: Any) -> None:
 
 
 Layout = Callable[[Net], int]
-"""Shards the model, and returns the number of ranks with different samples, which are the slowest ones."""
+"""Shards the model, and returns the number of different batches. If this is less than the number of ranks, consecutive
+ranks read the same batch."""
 
 
 def fsdp(model: Net) -> int:

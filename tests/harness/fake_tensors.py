@@ -55,7 +55,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         return result
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator on one tensor: its meta tensor determines it."""
+        """Return the result of an operator of `VIEWS`, computed on the fake tensor's meta tensor."""
         device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             views = func(*args, **kwargs)

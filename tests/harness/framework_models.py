@@ -48,7 +48,7 @@ def tokens_of(step: int) -> Tensor:
 
 
 def randomize(model: nn.Module) -> None:
-    """Set every parameter to random values: matrices around 0, vectors around their first value."""
+    """Set every parameter to random values: matrices around 0, vectors around their initial values."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for param in model.parameters():

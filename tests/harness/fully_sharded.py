@@ -16,7 +16,8 @@ Full = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """7, 3 and 1 rows: uneven over 2 and 4 ranks, and empty on some. ``scale`` is left out of fully_shard."""
+    """A model of layers with 7, 3 and 1 rows, whose shards on 2 and 4 ranks are uneven, and empty on some ranks.
+    fully_shard ignores ``scale``."""
 
     def __init__(self) -> None:
         super().__init__()

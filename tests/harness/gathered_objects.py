@@ -1,4 +1,4 @@
-"""Replace `process_group_collectives.all_gather_objects` where tensors have no elements."""
+"""Replace `process_group_collectives.all_gather_objects` in tests whose tensors have no elements or are not sent."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Run:
         return found
 
     def note(self, stats: GradStats | None) -> None:
-        """Copy the step's results, which the next replay overwrites."""
+        """Copy the step's statistics, which the next replay overwrites, into `trace`."""
         assert stats is not None  # the caller ends each window with a step
         numbers = [stats.total_norm, stats.clip_coef, stats.found_inf, *stats.group_norms]
         numbers += [] if stats.loss_scale is None else [stats.loss_scale]
@@ -169,7 +169,8 @@ class Run:
             found["scale"] = self.optimizer.loss_scale.scale
         return {name: value.detach().cpu() for name, value in found.items()}
 
-    # A step a batch ---------------------------------------------------------------------------------------------------
+    # One step per batch
+    # ---------------------------------------------------------------------------------------------------
 
     def steps(self, numbers: range) -> None:
         """Run eager steps."""
@@ -191,7 +192,8 @@ class Run:
             self.note(stats)
         self.optimizer.poll()
 
-    # A step a window, of micro-batches that weigh differently -----------------------------------------------------------
+    # One step per window of micro-batches with different weights
+    # -----------------------------------------------------------
 
     def _micro_batch(self, batch: Tensor, weight: Tensor, last: bool) -> GradStats | None:
         with nullcontext() if last else self.optimizer.no_sync():

@@ -1,5 +1,5 @@
-"""A small language model with the layers of each grid and cube family, and its dense version; equal weights for
-equal seeds."""
+"""A small language model built from 2-D, 2.5-D or 3-D tensor-parallel layers, and its dense version. All are made with
+the same seed, so their full weights are equal."""
 
 from __future__ import annotations
 

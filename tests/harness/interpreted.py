@@ -1,7 +1,7 @@
 """Processes that run Triton kernels in Triton's interpreter, on CPU tensors.
 
-Triton reads this option when it is imported, and torch's compiler imports Triton in most processes; so these processes
-are started fresh, and not forked from this one or from the pool's server.
+Triton reads the variable TRITON_INTERPRET when it is imported, and torch's compiler imports Triton in most processes.
+So these processes are started fresh, and not forked from this one or from the pool's server.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 
 def why_no_triton() -> str:
-    """Return the reason why nothing can be interpreted here; empty if it can."""
+    """Return the reason why Triton kernels cannot run here; empty if they can."""
     return "" if find_spec("triton") else "needs the package triton, which this torch came without"
 
 
 class Interpreted:
-    """A pool of such processes, which use Triton kernels."""
+    """A pool of processes that use Triton kernels, in Triton's interpreter."""
 
     def __init__(self) -> None:
         self.ranks = RankPool(initializer=_choose)

@@ -20,7 +20,7 @@ INF = torch.full((2**16,), torch.inf)
 
 
 def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
-    """Return random values, including zeros, denormals and values near the dtype's maximum."""
+    """Return random values, of which about 2 % are zeros, denormals, or values up to 3e38 or the dtype's maximum."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
     special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]

@@ -61,10 +61,10 @@ class Plan:
 
     Args:
         directory: The run's directory: checkpoints, marker files and results.
-        attempt: Its number, used in file names.
+        attempt: The number of the attempt, used in file names.
         stop: Where to pause until the kill: ``"training"`` (after step 30), or during the second save while
-            ``"writing"``, ``"renaming"`` or ``"removing"`` the previous checkpoint. ``"dying"``: after step 30 the
-            last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
+            ``"writing"`` a file, ``"renaming"`` the new checkpoint or ``"removing"`` the previous one. ``"dying"``:
+            after step 30 the last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
         deaths: The number of attempts in which the last rank kills itself. Default: 2.
         second_save: Whether the run saves a second checkpoint.
         kind: The key of the optimizer in `KINDS`.

@@ -31,7 +31,8 @@ LAYOUTS: dict[Axes, dict[str, P]] = {
 
 
 class Split(nn.Module):
-    """Holds shards, and computes densely with the gathered weights on every rank of the model axes."""
+    """A model that holds shards. Forward gathers the full weights over the model axes, and each rank computes all
+    features."""
 
     def __init__(self, axes: Axes, registry: ProcessGroupRegistry, seed: int = 5) -> None:
         super().__init__()

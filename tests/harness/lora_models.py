@@ -45,7 +45,7 @@ class Options(NamedTuple):
     Args:
         names: The layers with an adapter.
         adapters: Keyword arguments of `LoRA`.
-        sequence_parallel: Shard the sequence between the layers, in the layout "tensor".
+        sequence_parallel: Shard the sequence between the layers, in the layouts that `_tensor` builds.
         blocks: Blocks of the layer ``up``. With three blocks, the model combines their outputs, else it uses tanh.
     """
 
@@ -64,7 +64,7 @@ DEFAULT = Options()
 
 
 class Lm(nn.Module):
-    """Embedding, two linear layers with a residual connection, and a head; 'adapted' layers may be any of them."""
+    """Embedding, two linear layers with a residual connection, and a head. `adapted` may add LoRA to each of them."""
 
     def __init__(self, embed: nn.Module, up: nn.Module, down: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ def _tensor_loss(model: nn.Module, ids: Tensor, targets: Tensor, registry: Proce
 
 
 def _gathered(registry: ProcessGroupRegistry, options: Options) -> nn.Module:
-    """Column layers that gather their output, and row layers that take this rank's slice of a full input."""
+    """Return a model of column layers that gather their output, and row layers that take this rank's slice of a full
+    input."""
     torch.manual_seed(1)
     kwargs: Any = {"dtype": torch.float64}
     return Lm(
@@ -212,7 +213,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def randomize(model: nn.Module) -> None:
-    """Set the zero factors to random values, which are the same full tensors in every layout."""
+    """Replace the LoRA factors that start as zeros by random values, the same full tensors in every layout."""
     for name, module in model.named_modules():
         if isinstance(module, LoRA):
             layout = module._layout
@@ -245,7 +246,8 @@ def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
 def trained(
     layout: str, options: Options = DEFAULT, steps: int = STEPS, start: int = 0, zero: bool = False, **more: Any
 ) -> tuple[Weights, list[float], Weights]:
-    """Return full adapter weights before, norms, and weights after clipped steps."""
+    """Train with clipping. Return the full adapter weights at the start, the norms, and the full adapter weights at the
+    end."""
     with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
         model = adapted(layout, registry, options, zero)
         first = full_weights(model, registry)

@@ -1,5 +1,5 @@
-"""Run the unmodified Megatron-core on CPU ranks over gloo; its calls to CUDA and apex are answered by torch on the
-CPU.
+"""Run the unmodified Megatron-core on CPU ranks over gloo; its calls to CUDA and apex are replaced by torch functions
+on the CPU.
 
 Within `megatron`, this process replaces the device "cuda" of new tensors (norms, overflow flags), the results of
 ``torch.cuda.current_device``, ``synchronize`` and ``Tensor.type`` (Megatron asserts "torch.cuda.FloatTensor"), the

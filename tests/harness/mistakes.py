@@ -13,7 +13,8 @@ Four outcomes are allowed, and each is checked on real ranks:
 * `Warned`: a warning states the correction; the weights are correct, or as ``then`` says.
 * `AsTorch`: torch alone gives the same result for the same mistake; docs/reference/LIMITS.md lists it.
 
-Replicas must be bitwise identical after each of them, if they were at the start.
+Replicas must be bitwise identical after each of them, unless they differed at the start or wrong steps are expected
+before an error.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class Error:
 
     Args:
         kind: Its type; subclasses count.
-        shown: The end of its text, with the correction; ``...`` matches any text.
+        shown: A part of its text, such as the correction; ``...`` matches any text.
         ranks: The ranks that raise; None: all. Other ranks reach the end of the script.
         stepped_before: False: each rank's weights equal those after some number of correct steps; True: not checked
             (torch alone would make the same wrong steps).
@@ -271,7 +272,7 @@ class Error:
 
     @property
     def is_specific(self) -> bool:
-        """Return whether the shown text is specific to this error."""
+        """Return whether ``shown`` has any words that the error must contain."""
         return len(re.findall(r"[a-z]", self.shown)) > 1
 
     def seen(self) -> str:

@@ -43,7 +43,7 @@ class Truth:
     """The result that `prove` must report for a mutant.
 
     Args:
-        wrong: Names of the wrong parameters; or of the losses, where they differ between ranks.
+        wrong: Names of the wrong parameters, or {"the forward"} for a mistake in a forward.
         causes: The acceptable diagnoses.
         axes: The acceptable axes; empty: any.
     """
@@ -57,7 +57,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one mutant; None where the mistake changes nothing."""
+    """The result of `prove` on one mutant."""
 
     kind: str
     family: str
@@ -73,7 +73,8 @@ class NoMistake(Exception):
 
 
 def mutated(number: int) -> Outcome | None:
-    """Run on every rank of ``drawn_model(number).topology``; returns the same outcome on all ranks."""
+    """Run `prove` on mutant ``number``; call on every rank of ``drawn_model(number).topology``. Return the same outcome
+    on all ranks, or None if the drawn mistake is impossible or changes nothing."""
     drawn = drawn_model(number)
     rng = random.Random(f"mutant {number}")
     with registry_for(drawn) as registry:
@@ -194,7 +195,8 @@ def _name(function: Any) -> str:
 
 
 def _padded(tensor: Tensor, over: Over) -> Tensor:
-    """Return the adjoint of taking a slice on a single rank."""
+    """Pad this rank's slice with zeros to the full size, as in the backward of taking the slice without a sum over
+    ranks."""
     sizes = list(tensor.shape)
     sizes[over.dim] *= over.size
     whole = tensor.new_zeros(sizes)

@@ -1,4 +1,5 @@
-"""A small training run over groups with a short timeout, in which each rank then meets a different fate.
+"""A small training run over groups with a short timeout. Afterwards each rank runs a step, stays busy or gets a signal,
+as its argument says.
 
 RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=29500 python tests/harness/out_of_step.py step evaluate SIGKILL
 """
@@ -48,7 +49,7 @@ class Run:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout after the group exists: on a busy machine ranks may join late."""
+    """Set the timeout of an existing group. While a group is created, ranks of a busy machine may join late."""
     change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     change(timedelta(seconds=seconds), group)
 

@@ -24,7 +24,7 @@ STEPS = 4
 
 
 class Replica(Odd):
-    """A model whose parameters are all replicated over the data axis; the head is used twice."""
+    """A model whose parameters are all replicated over the data axis. Its forward runs the layers of `Odd` twice."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(None, dtype)
@@ -135,7 +135,8 @@ class Windows:
         return norms
 
     def window(self, step: int) -> None:
-        """Run one window: three micro-batches with accumulation, two in a short window."""
+        """Run one window: three micro-batches for "managed" and "explicit", two for "short", "announced" and "all under
+        no_sync", else one."""
         count = {"managed": 3, "explicit": 3, "short": 2, "announced": 2, "all under no_sync": 2}.get(self.how, 1)
         for index in range(count):
             if self.how == "announced" and index == count - 1:
@@ -162,7 +163,7 @@ class Windows:
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """Train with the same windows in one process, in float64, on the mean of all ranks' losses.
+    """Train in one process, in float64, on the mean of all ranks' losses, with one micro-batch per step.
 
     Return the final parameters.
     """

@@ -71,7 +71,7 @@ class Piped:
 
 
 def dense_weights(dtype: torch.dtype = torch.float64) -> Full:
-    """Return the full weights of the untied model; both tables start with equal values."""
+    """Return the full weights of the untied model. Embedding and classifier start with equal values."""
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
@@ -111,7 +111,7 @@ def batch(step: int, data_ranks: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """x + down(tanh(up(x))), split over ``tensor``."""
+    """x + down(tanh(up(x))), sharded over ``tensor``."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Models with given gradients in every layout: the loss is the sum of <parameter, G>, so the gradient is G.
 
-Every rank, stage and micro-batch adds its own term to each logical gradient; `Dense` is one process that has all
-    terms,
+Every rank, stage and micro-batch adds its own term to each logical gradient. `Dense` is one process that has all terms,
 in float64. All values are short binary fractions, which half precision and a loss scale represent exactly.
 """
 
@@ -262,7 +261,7 @@ class Dense:
         self.buffers: Full = {}
 
     def gradients(self, step: int, micros: int = 1, weighted: bool = False) -> Full:
-        """Mean gradients over the window, or sums divided by the window's total weight."""
+        """Return the mean gradients over the window, or sums divided by the window's total weight."""
         replicas = self.layout.topology.size(*self.layout.topology.data_axes)
         number: float = replicas * micros
         if weighted:

@@ -43,7 +43,8 @@ class Net(nn.Module):
 
 
 class Row(NamedTuple):
-    """A row of the table; None: autocast decides."""
+    """A row of the table: the expected dtypes, whether there are master weights, and the initial loss scale (None: no
+    loss scale)."""
 
     params: torch.dtype
     batch_norm: torch.dtype

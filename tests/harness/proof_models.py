@@ -82,7 +82,7 @@ OF_TORCH = ("DTensor", "FSDP2")  # torch caches the meshes of these
 
 
 def drawn_model(number: int) -> Drawn:
-    """Model number ``number``; deterministic on all ranks."""
+    """Return the description of model ``number``, which is the same on all ranks."""
     rng = random.Random(number)
     family = rng.choice([*_MESHES, *_OFTEN])
     return Drawn(
@@ -127,7 +127,7 @@ def proved(number: int) -> Proof:
 
 
 def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Replace constant initial values by random numbers that are equal on replicas."""
+    """Add random numbers, equal on replicas, to biases and norm weights, whose initial values are constant."""
     from meshstep.parallel.interop.local_parameters import local_parameter
 
     with torch.no_grad():

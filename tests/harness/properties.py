@@ -95,7 +95,7 @@ def random_cases(
 
 
 def number_of_cases(count: int) -> int:
-    """Return ``count`` scaled by the profile, whose ``max_examples`` is the number of cases that it draws of 100."""
+    """Return ``max_examples`` percent of ``count``, at least 1. The hypothesis profile sets ``max_examples``."""
     return max(1, count * settings().max_examples // 100)
 
 

@@ -25,8 +25,8 @@ class Param:
 
     Attributes:
         shape: Shape of the full tensor.
-        mesh: Number of the root mesh, or `PLAIN` for a plain tensor.
-        dims: The dims of the root mesh on which the DTensor is. Several adjacent dims may be flattened into one.
+        mesh: Index of the root mesh, or `PLAIN` for a plain tensor.
+        dims: The dims of the root mesh that form the DTensor's mesh. Several adjacent dims may be flattened into one.
         flat: True: `dims` are flattened.
         shards: The sharded tensor dim per dim of the DTensor's mesh. None: replicated.
         strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard` does.
@@ -67,7 +67,7 @@ class MeshCase:
 
 
 def mesh_case(number: int) -> MeshCase:
-    """Draw a case uniformly."""
+    """Draw a case from the seed ``number``."""
     rng = random.Random(number)
     world = rng.choice([2, 3, 4, 4, 4, 4, 6, 8])
     meshes = tuple(_mesh(rng, WORLDS[world]) for _ in range(rng.choice([1, 2, 2, 3])))
@@ -92,7 +92,7 @@ MESH_CASES = st.integers(0, 2**32 - 1).map(mesh_case)
 
 
 def _pipeline(rng: random.Random, mesh: Mesh, dim: int) -> tuple[tuple[Mesh, ...], tuple[Param, ...]]:
-    """Make a dim of the mesh the pipeline stages, and draw parameters for each stage, at least one DTensor."""
+    """Use a dim of the mesh for pipeline stages, and draw parameters for each stage, at least one of them a DTensor."""
     sizes, names = mesh
     meshes = ((sizes, (*names[:dim], "pp", *names[dim + 1 :])),)
     params: list[Param] = []
@@ -145,7 +145,7 @@ def _param(rng: random.Random, meshes: tuple[Mesh, ...]) -> Param:
 
 
 def full_gradient(case: MeshCase, index: int) -> Tensor:
-    """Return the full gradient, without missing shards. Each value is exact in ``case.dtype``."""
+    """Return the full gradient as if no shard were missing. Each value is exact in ``case.dtype``."""
     generator = torch.Generator().manual_seed(case.number % 1000 * 10 + index)
     gradient = torch.randn(case.params[index].shape, generator=generator, dtype=torch.float64)
     return (gradient * 10.0 ** (index - 2)).to(case.dtype).double()

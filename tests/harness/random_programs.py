@@ -103,7 +103,8 @@ DRAWN = st.integers(0, 2**32 - 1).map(lambda number: drawn_of(number, MOST_RANKS
 
 
 class Split1D(nn.Module):
-    """[.., WIDTH] -> [.., WIDTH]: a column and a row layer, and a norm with a partial gradient."""
+    """The sum of the outputs of a norm, a column-parallel and a row-parallel layer. With ``sequence``, gradients of the
+    norm are partial."""
 
     def __init__(self, registry: ProcessGroupRegistry, sequence: bool) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class Split1D(nn.Module):
 
 
 class Words1D(nn.Module):
-    """The vectors of some words, from a table sharded by words."""
+    """The scaled sum of three rows of an embedding table that is sharded by rows."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Words1D(nn.Module):
 
 
 class Split2D(nn.Module):
-    """A block of [BATCH, WIDTH]: two grid layers and a norm."""
+    """The sum of the outputs of a norm and two linear layers, all 2-D."""
 
     def __init__(self, registry: ProcessGroupRegistry, biases: list[Any]) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Run all ranks of a world as threads of one process, over a backend that records collectives and sends nothing.
 
-All calls to the backend are recorded, by the library or by torch itself: groups created, collectives, groups
-    destroyed.
-Gathered objects are really exchanged, because ranks must agree on them. Tensors are not: a rank sees its own tensors
-instead of the others', which suffices where no collective depends on the values of tensors.
+All calls to the backend are recorded, from the library or from torch itself: groups created, collectives, groups
+destroyed. Gathered objects are really exchanged, because ranks must agree on them. Tensors are not: a rank sees its own
+tensors instead of the others', which suffices where no collective depends on the values of tensors.
 """
 
 from __future__ import annotations

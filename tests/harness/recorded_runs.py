@@ -295,12 +295,12 @@ def right(training: Training) -> None:
 
 
 def clipped_at_half(training: Training) -> None:
-    """Train without a mistake, with another threshold than `right`."""
+    """Train without a mistake, with ``max_norm`` 0.5 instead of the 1.0 of `right`."""
     training.options["max_norm"] = 0.5
 
 
 def recorded(layout: Layout, script: Script = right) -> str | None:
-    """Run a training on this rank, and return the text of the recording on rank 0."""
+    """Run a training on this rank. Return the text of the recording on rank 0, and None on the others."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessGroupRegistry(layout.topology) as registry,
@@ -323,8 +323,8 @@ class Planted:
     Args:
         script: Changes the training.
         layouts: The layouts of the wrong training.
-        cause: The cause.
-        axis: The axis, or None.
+        cause: The cause that `compare_runs` must report.
+        axis: The axis that it must report, or None.
         parameters: The parameters of which one must be named. Empty: any; None: no parameter.
         against: The layouts of the right training.
         step: The step of the first difference.
@@ -429,7 +429,7 @@ def bias_on_every_rank(training: Training) -> None:
 
 @planted("data=2;tensor=2;", "seed")
 def another_seed(training: Training) -> None:
-    """All weights were drawn with another seed."""
+    """All weights were drawn with the seed 1 instead of 0."""
     training.full = full_weights(1)
 
 
@@ -493,7 +493,7 @@ def schedule_stepped_by_every_rank(training: Training) -> None:
 
 @planted("data=2;tensor=2;data=2,tensor=2", "clip threshold", parameters=None)
 def another_threshold(training: Training) -> None:
-    """The clip threshold is another one."""
+    """The clip threshold is 0.25 instead of 1.0."""
     training.options["max_norm"] = 0.25
 
 
@@ -628,7 +628,8 @@ class OtherNorm(ByNorm):
 
 @planted("tensor=2;tensor=4", "clip norm", "tensor", None, right_script=clipped_at_half)
 def replicas_counted_in_the_norm(training: Training) -> None:
-    """The norm by which gradients are clipped counts replicas t times (Megatron's group None, VeOmni #862)."""
+    """The norm by which gradients are clipped counts a gradient that is replicated over ``tensor`` once per rank
+    (Megatron's group None, VeOmni #862)."""
 
     def measure(optimizer: ParallelOptimizer[Any], model: Net, step: int) -> None:
         size = training.registry.size("tensor")
@@ -659,7 +660,7 @@ def state_lost(training: Training) -> None:
 
 @planted("data=2;tensor=2", "hyper-parameter")
 def other_betas(training: Training) -> None:
-    """AdamW has other betas."""
+    """The second beta of AdamW is 0.95 instead of 0.999."""
     training.make_optimizer = partial(torch.optim.AdamW, fused=True, betas=(0.9, 0.95))
 
 

@@ -48,7 +48,7 @@ def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.Compl
 
 @contextlib.contextmanager
 def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> Iterator[Any]:
-    """Yield the script's trainer on the ranks of a `World`."""
+    """Yield the script's trainer on this rank of a `World`."""
     script = example(name)
     options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
     with ProcessGroupRegistry(options.topology) as registry:
@@ -56,8 +56,8 @@ def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> I
 
 
 def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
-    """Train with a script on the ranks of a `World`, without its tests before and after; torch is already imported
-    there.
+    """Train with a script on this rank of a `World`, which has already imported torch. The script's tests of the model
+    before and after training are left out.
 
     Args:
         stop_after: Number of steps after which the run is interrupted.

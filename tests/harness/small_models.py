@@ -54,7 +54,7 @@ def classifier() -> nn.Module:
 
 
 def small_model() -> nn.Sequential:
-    """Return a model for 8-bit layers: linear layers of 16 and 32 features, and one of 10, which falls back to higher
-    precision."""
+    """Return a model for 8-bit layers: a linear layer from 16 to 32 features, and two with 10 outputs or inputs, which
+    fall back to higher precision."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))

@@ -14,7 +14,7 @@ def _random(short: int, long: int) -> Tensor:
 
 
 def _falling(to: float, short: int, long: int) -> Tensor:
-    """Return singular values that fall geometrically from 1 to ``10**to``."""
+    """Return a matrix whose singular values fall geometrically from 1 to ``10**to``."""
     generator = _seeded()
     left, right = (
         torch.linalg.qr(torch.randn(size, short, generator=generator, dtype=torch.float64))[0] for size in (short, long)

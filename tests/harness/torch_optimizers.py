@@ -1,4 +1,5 @@
-"""torch's optimizers with all their arguments, plain and wrapped: the wrapped one must behave like the plain one."""
+"""torch's optimizers with several sets of arguments, plain and wrapped: the wrapped one must behave like the plain
+one."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Kind(NamedTuple):
 
 
 def kinds_of(name: str) -> Iterator[Kind]:
-    """Yield all sets of arguments with every flag that exists on a CPU, and sets with the learning rate in a tensor."""
+    """Yield each set of arguments with each of `FLAGS` that the optimizer has, and sets with the learning rate in a
+    tensor."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     for flags in FLAGS:
         if flags.keys() <= known.keys():
@@ -95,7 +97,7 @@ class Net(nn.Module):
         return y.sum()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return two param groups, one per linear layer."""
+        """Return two param groups, one per linear layer, without ``gain``."""
         return [{"params": list(self.layers[0].parameters())}, {"params": list(self.layers[2:].parameters())}]
 
 

@@ -87,7 +87,8 @@ NOT_REACHED = (
 
 
 def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:
-    """Return the full parameters after five steps."""
+    """Return the full parameters after five steps. ``how`` "wrapped": `whole` gathers full tensors. "on pieces": the
+    optimizer is declared elementwise. None: it is used unchanged."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         model = Split(axes, registry)
         inner = MAKE[kind](list(model.parameters()))

@@ -26,7 +26,8 @@ Options = dict[str, Any]
 def each_trained(
     layout: Layout, makes: list[Make], options: Options, steps: int = 10, bucket: int | None = 64
 ) -> list[list[Part]]:
-    """Run `trained` with one optimizer after another in the same process groups; None: buckets of the default size.
+    """Run `trained` with one optimizer after another in the same process groups. If ``bucket`` is None, buckets have
+    the default size.
 
     Return the results.
     """
@@ -122,7 +123,8 @@ def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1
 
 
 def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, options: Options) -> list[Part]:
-    """Run some steps; load a checkpoint before them or save one after them. Return this rank's shards."""
+    """Run some steps. With ``load``, load a checkpoint before them; else save one after them. Return this rank's
+    shards."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)

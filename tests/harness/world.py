@@ -61,8 +61,8 @@ def printed_by(function: Callable[..., object], *args: Any) -> str:
 
 
 def destroy_in_a_thread() -> None:
-    """Destroy process groups in a thread: it takes up to 10 ms, until gloo's threads have ended; the caller need
-    not wait."""
+    """Make `dist.destroy_process_group` free process groups in another thread. Ending gloo's threads takes up to 10 ms,
+    for which the caller need not wait."""
     import torch.distributed as dist
 
     ended: SimpleQueue[object] = SimpleQueue()

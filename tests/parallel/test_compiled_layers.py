@@ -1,4 +1,4 @@
-"""Layers of this library under torch.compile compute what they compute without it, forward and backward."""
+"""Layers of this library under torch.compile have the same outputs and gradients as without it."""
 
 from __future__ import annotations
 

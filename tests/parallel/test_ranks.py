@@ -81,7 +81,7 @@ def test_pool_reuses_processes_and_seeds_ranks_equally(pool: RankPool) -> None:
 
 
 def sum_of_shards(other_groups: int) -> float:
-    """Sum a DTensor on a slice of a mesh. The numbers of its groups depend on how many groups there are before."""
+    """Sum a DTensor on a slice of a mesh. The names of the mesh's groups depend on how many groups were made before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/checkpoint.py [--rounds 15] [--mib 200] [--directory /tmp]
 
-One process; linear layers and their AdamW states, in float32. The four operations alternate in
-each round, with a file system cache that holds the last written files. Both libraries write beside the previous
-checkpoint; only the time of meshstep includes its removal. A ratio compares two times of one round; the output has the
-median and the quartiles. Memory is the peak resident memory above the memory before the call, in MiB.
+One process; linear layers and their AdamW states, in float32. The four operations alternate in each round, with a file
+system cache that holds the last written files. Both libraries write beside the previous checkpoint; only the time of
+meshstep includes its removal. A ratio compares two times of one round; the output has the median and the quartiles.
+Memory is the peak resident memory above the memory before the call, in MiB.
 """
 
 from __future__ import annotations

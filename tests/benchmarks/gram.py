@@ -3,15 +3,15 @@
     python tests/benchmarks/gram.py [--widths 512 1024] [--aspects 1 2 4] [--rounds 5]
     python tests/benchmarks/gram.py --split [--width 512] [--aspect 4] [--matrices 4] [--rounds 5]
 
-The first command compares both forms of `meshstep.optim.whole.muon` on one core: CPU time, and the relative error to the
-first form in float64, for random matrices, singular values that fall to 1e-2, and rank 4.
+The first command compares both forms of `meshstep.optim.whole.muon` on one core: CPU time, and the relative error to
+the first form in float64, for the matrices of `spectra.SPECTRA`.
 
-The second command steps matrices whose long dim is sharded over ``tensor=2``: rows in half of them, columns in the others.
-Four methods alternate. Two gather each matrix at its owner rank ("homes"), in either form. Two sum the Gram matrices of the
-shards instead, and multiply the shards with the polynomial of the sum, which all ranks compute ("summed") or one rank per
-matrix, with two all-to-alls instead of the all-reduce ("summed at homes"). The library has only the first two; the others
-show the possible gain. The output has medians: time until the slowest rank is done, CPU time of the slowest rank, and CPU
-time of all ranks.
+The second command steps matrices whose long dim is sharded over ``tensor=2``: rows in half of them, columns in the
+others. Four methods alternate. Two gather each matrix at its owner rank ("homes"), in either form. Two sum the Gram
+matrices of the shards instead, and multiply the shards with the polynomial of the sum, which all ranks compute
+("summed") or one rank per matrix, with an all-to-all and an all-gather instead of the all-reduce ("summed at homes").
+The library has only the first two; the others show the possible gain. The output has medians: time until the slowest
+rank is done, CPU time of the slowest rank, and CPU time of all ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def weights(registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: in
 
 
 class AtHomes:
-    """The method of the library, with owner ranks."""
+    """The library's method: each matrix is gathered and stepped at its owner rank."""
 
     def __init__(self, registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int, gram: bool) -> None:
         self.params, self.gram = weights(registry, shape, matrices), gram
@@ -120,7 +120,7 @@ class AtHomes:
 
 
 class Summed:
-    """Shards [short, long / 2], or transposed, are not gathered."""
+    """The method that sums Gram matrices: shards [short, long / 2], or transposed, stay on their ranks."""
 
     def __init__(self, registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int, homes: bool) -> None:
         self.params, self.homes = list(weights(registry, shape, matrices).values()), homes

@@ -54,7 +54,7 @@ def _full(shape: tuple[int, int], seed: int) -> Tensor:
 
 
 class Ours:
-    """Matrices at owner ranks, as in meshstep."""
+    """meshstep's `Muon` on sharded matrices: the owner rank of a matrix computes its update."""
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, layers: int) -> None:
         self.params: dict[str, nn.Parameter] = {}
@@ -89,7 +89,7 @@ class SameOnEvery:
 
 
 class Duplicated:
-    """The Muon of torch with all full matrices on every rank; with ``mesh``, on DTensors."""
+    """torch's `Muon`: on full matrices on every rank, or with ``mesh`` on sharded DTensors."""
 
     def __init__(self, width: int, layers: int, mesh: Any = None) -> None:
         params = []

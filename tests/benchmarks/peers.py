@@ -78,7 +78,7 @@ class Given(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A layer with the parameters of a transformer, and given gradients."""
+    """A module with the parameters of a transformer, whose backward sets given gradients."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class Trained(nn.Module):
-    """A transformer of that size with a batch."""
+    """A transformer of nine layers and this width, with a batch."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()

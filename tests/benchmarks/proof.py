@@ -2,8 +2,8 @@
 
     python tests/benchmarks/proof.py [MODEL ...]
 
-The models have 10, 100 and 1,000 parameters, and one has 30M elements. Each is correct, or has one wrong spec, or lacks one
-`copy_to`, so that all gradients before it are wrong. Times on a CPU are CPU times.
+The models have 10, 102 and 1,002 parameters, and one has 30M elements. Each is correct, or has one wrong spec, or lacks
+one `copy_to`, so that all gradients before it are wrong. Times on a CPU are CPU times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from world import World
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model: number of blocks with four parameters each, and width. The model has two more parameters."""
+    """Sizes of a model: number of blocks with four parameters each, width, and tokens per batch. The model has two more
+    parameters."""
 
     blocks: int
     width: int

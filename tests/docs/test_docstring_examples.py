@@ -67,7 +67,7 @@ WITHOUT = {  # exported names without an example, and why
     "UpdateRequest": "made by the library for ParamTransform.step",
 }
 
-# What the text around an example gives: executed before it.
+# Code that defines the names which an example takes from the text around it. It is executed before the example.
 HIDDEN = "hidden = torch.randn(2, 4, 512)"
 RECORDED = (
     "for name in ('a.jsonl', 'b.jsonl'):\n"
@@ -168,7 +168,7 @@ class WithLoss(nn.Module):
 
 
 class Engine:
-    """Code that calls backward itself."""
+    """A user's training engine, which calls backward itself."""
 
     def __init__(self, optimizer: ParallelOptimizer, model: nn.Module) -> None:
         self.optimizer, self.model = optimizer, model
@@ -225,7 +225,7 @@ class Names:
 
     Args:
         code: The example.
-        folder: For files.
+        folder: A directory for files.
     """
 
     def __init__(self, code: str, folder: Path) -> None:

@@ -178,7 +178,8 @@ def change_from(page: str, which: int = 0) -> tuple[str, str]:
 
 
 def run_migrated(page: str, axes: dict[str, int], micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
-    """Run the loop after a diff on this rank; return the final full parameters and the last norm. Closes its groups."""
+    """Run the loop of a page on this rank, as changed by the page's diff. Return the final full parameters and the last
+    norm."""
     parts = [(x[part::micro_batches], y[part::micro_batches]) for x, y in batches(5) for part in range(micro_batches)]
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         namespace: dict[str, Any] = {
@@ -215,7 +216,8 @@ def test_pytorch_page_snippets_print_the_shown_output(world: World) -> None:
 
 
 def run_torch_loop() -> dict[str, Tensor]:
-    """Run the loop before the diff on this rank on a CPU; return the final full parameters."""
+    """Run the loop of PYTORCH.md on this rank on a CPU, without the change of the diff. Return the final full
+    parameters."""
     code = change_from("PYTORCH.md")[0].replace('"cuda"', '"cpu"').replace("GradScaler()", 'GradScaler("cpu")')
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
@@ -269,7 +271,8 @@ def test_loop_migrated_from_megatron_or_deepspeed_trains_like_plain_torch(
 
 
 def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
-    """Run the recipe of ColossalAI after the diff on all ranks; return the final parameters and learning rates."""
+    """Run the recipe of COLOSSALAI.md on this rank, as changed by the diff. Return the final parameters and learning
+    rates."""
     x, y = (torch.cat(part) for part in zip(*batches(5), strict=True))
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     namespace: dict[str, Any] = {

@@ -18,7 +18,7 @@ THIRD_PARTY = (
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_once() -> None:
-    """Import these modules once, in the process from which ranks are forked."""
+    """Import the modules of `PRELOAD` and `THIRD_PARTY` once, in the process from which ranks are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *THIRD_PARTY])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for accelerators and prints messages

@@ -527,7 +527,8 @@ def test_audit_accepts_megatron_models_and_names_wrong_flags(world: World, kept:
 
 
 def by_flags_alone() -> tuple[float, float, list[str]]:
-    """Return the first norm by flags alone and by all rules, and the names that the audit finds with flags alone."""
+    """Return the first norm with specs from flags alone and with all rules, and the parameters that the audit rejects
+    with flags alone."""
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=2, qk_layernorm=True, **LARGE)
         norms = []

@@ -72,7 +72,8 @@ def trained(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Weights, We
 
 
 def _randomize(adapter: LoRA, index: int, registry: Any) -> None:
-    """Set the zero factor to random values: distinct on shards and experts, equal on replicas."""
+    """Replace the LoRA factor that starts as zeros by random values: distinct on shards and experts, equal on
+    replicas."""
     layout = adapter._layout
     param, spec = (adapter.lora_A, layout.first) if layout.is_embedding else (adapter.lora_B, layout.second)
     place = [registry.coordinate[axis] for axis in spec.sharded_axes]

@@ -50,11 +50,11 @@ class Reference(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Errors of the sharded model on one rank, relative to the dense model; and the answer of torch's function.
+    """Errors of the sharded model on one rank, relative to the dense model; and the result of torch's function.
 
     Attributes:
         wrong: Factor by which each wrong gradient differs from the dense gradient, before any call of the library.
-        norm: Of `global_norm` for each order, relative to the norm of the gathered gradients.
+        norm: Relative error of `global_norm` for each order, compared with the norm of the gathered gradients.
         steps: Largest error of a norm and of a parameter, for each way to step.
         torchs: Relative error of torch's norm, or the error that it raises.
     """

@@ -84,7 +84,8 @@ every_one = pytest.mark.parametrize(("package", "name", "options"), ELEMENTWISE,
 
 
 def training(kind: Kind, options: dict[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Make an optimizer from unnamed parameters, which all of them accept, and switch schedule-free ones to training."""
+    """Make an optimizer from unnamed parameters, which all of these optimizers accept, and switch schedule-free ones to
+    training."""
     optimizer: Any = kind([item[1] if isinstance(item, tuple) else item for item in params], **options)
     if hasattr(optimizer, "train"):
         optimizer.train()

@@ -58,7 +58,7 @@ def dense() -> Result:
 
 
 class AutomodelUtils(types.SimpleNamespace):
-    """The functions of Automodel's module, which call each other through the module."""
+    """A substitute for Automodel's module, whose functions call each other through the module."""
 
     def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
         raise AssertionError("the clipping of the recipe should be replaced")

@@ -320,8 +320,8 @@ class TorchGradSync(GradSyncController):
         """
         if self._is_broken:
             raise RuntimeError(
-                "an earlier backward raised within a fully_shard module, and torch no longer reduces the gradients of such a "
-                "module: build the model and the optimizer again, and load a checkpoint"
+                "an earlier backward raised within a fully_shard module, and torch no longer reduces the gradients of such "
+                "a module: build the model and the optimizer again, and load a checkpoint"
             )
         try:
             with super().micro_batch(window):

@@ -674,15 +674,15 @@ class ZClip(Clip):
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         norm, steps, mean, var = norms.total, state["steps"], state["mean"], state["var"]
-        warm, above = steps >= self.warm_up, norm - mean
-        spike = warm & (above > self.z * var.sqrt())
+        warmed_up, above = steps >= self.warm_up, norm - mean
+        spike = warmed_up & (above > self.z * var.sqrt())
         bound = torch.where(spike, mean + self.z**2 * var / above, norm)
         most = resolve_threshold(self.max_norm, steps)
         factor = bound_factor(norm, bound if most is None else torch.clamp(bound, max=most))
-        # The weight in the mean: 1 / n for each of the n norms of the warm-up, 1 - decay afterwards.
-        weight = torch.where(warm, 1 - self.decay, 1 / (steps + 1))
+        # During warm-up the n-th norm gets weight 1 / n, which gives the plain mean; afterwards 1 - decay.
+        weight = torch.where(warmed_up, 1 - self.decay, 1 / (steps + 1))
         new = mean + weight * (bound - mean)
-        from_new = torch.where(warm, bound - new, bound - mean)
+        from_new = torch.where(warmed_up, bound - new, bound - mean)
         return ClipResult(
             factor,
             {"steps": steps + 1, "mean": new, "var": var + weight * ((bound - new) * from_new - var)},

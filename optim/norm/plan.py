@@ -233,7 +233,10 @@ def check_unused(params: object) -> None:
 def check_dense_real(tensor: Tensor, name: str) -> None:
     """Raise TypeError for a complex or sparse tensor, whose norm is not supported."""
     if tensor.is_complex():
-        raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
+        raise TypeError(
+            f"{name} is complex ({tensor.dtype}), which is not supported; use a real parameter, and "
+            "torch.view_as_complex in forward"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")
 

@@ -85,7 +85,7 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
             found.append(f"{report.skipped} steps were skipped for {skipped}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
-            # A sum is off by a part of its largest term, which may cancel, in bfloat16 and in float32.
+            # The rounding error of a sum is relative to its largest term, even if this term cancels.
             rounding, absolute = case.mode.norm_rounding, dense.absolute_norms[number]
             allowed = rounding * absolute if rounding > 1e-6 else max(rounding * norms[number], 2**-22 * absolute)
             if not (abs(norm - norms[number]) < allowed if isfinite(norms[number]) else not isfinite(norm)):

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """Graphs on a CPU consist of torch's operators, so the compared steps use them, too."""
+    """Use torch's kernels, because `CpuGraph` records and replays torch operators."""
 
 
 @cache
@@ -46,7 +46,8 @@ def test_graph_replays_match_steps_bitwise(name: str, before: int) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
 def test_graphs_of_inner_and_last_micro_batch_match_steps_bitwise(name: str) -> None:
-    """Weights and gradients accumulate over the replays."""
+    """One graph repeats an inner micro-batch, and one the last micro-batch with the step. Each replay starts from the
+    weights and gradients that the previous replay left."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
 
@@ -92,7 +93,7 @@ def move(schedule: LRScheduler, rates: list[float]) -> None:
 
 
 def test_constant_read_in_a_graph_capture_stays_in_the_cache() -> None:
-    """The cache removes other constants when many newer constants exist, and their memory is reused."""
+    """Constants that no capture read are removed when many newer ones exist, and their memory is reused."""
     constants = Constants()
     read, other = (constants(key, lambda: [1.0, 2.0], torch.float64, CPU) for key in ("read", "other"))
     with capturing():
@@ -150,7 +151,7 @@ def test_documented_graph_recipe_for_accumulation_matches_steps() -> None:
 
 @pytest.mark.parametrize("given_up", ["zero_grad", "load_state_dict"])
 def test_abandoned_accumulation_window_of_replays_does_not_affect_next_steps(given_up: str) -> None:
-    """Replays add the weight on the device, which Python does not count."""
+    """Replays add the micro-batch weights on the device, where Python cannot count them."""
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     for run in (steps, replays):
         run.windows(range(12, 14), 3)

@@ -1,4 +1,4 @@
-"""Operations that a CUDA graph of a step cannot repeat raise before anything changes; `poll` after replays."""
+"""Operations that a CUDA graph of a step cannot repeat raise before anything changes. `poll` reports errors of replays."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """Graphs on a CPU consist of torch's operators."""
+    """Use torch's kernels, because `CpuGraph` records and replays torch operators."""
 
 
 def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Run:
-    """Return a run that has made steps."""
+    """Return a run after ``steps`` steps of the optimizer ``inner``."""
     precision = options.pop("precision", Fp32())
     fused = {"fused": True} if inner is torch.optim.AdamW else {}
     run = Run(Setting(precision, options, lambda params, lr: inner(params, lr=lr, **fused)), CPU)

@@ -1,7 +1,7 @@
 """Ranks create process groups and call collectives in an order that cannot deadlock.
 
-Records complete steps on random meshes on all ranks, and runs the records on backends that are stricter than NCCL; see
-`deadlocks`. The profile sets the number of cases: MESHSTEP_TEST_PROFILE=many runs about a thousand.
+The tests record complete steps of all ranks on random meshes. Simulated backends that are stricter than NCCL run the
+records (`tests/harness/deadlocks.py`). MESHSTEP_TEST_PROFILE=many runs about a thousand cases.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def test_recorded_collectives_of_random_meshes_cannot_deadlock(drawn: Drawn) -> 
 
 
 def step_with_gaps(gaps: str, states: str) -> list[float]:
-    """Compute gradients before two ranks communicate in the model; in the second step, some gradients are missing on
-    some ranks.
+    """Run two steps whose gradients are computed before the model's own collective in backward. In the second step, some
+    gradients are missing on some ranks.
 
     Return the first element of each parameter.
     """
@@ -54,7 +54,8 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
     topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
     with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
         data, model = registry.coordinate["data"], registry.coordinate[axis]
-        if gaps == "uneven pieces":  # follow replicated ones, and are used on the ranks that don't use those
+        # Data rank 0 uses the replicated parameters, and data rank 1 the unevenly sharded ones that follow them.
+        if gaps == "uneven pieces":
             specs, sizes = [P()] * 4 + [P("tensor")] * 4, [4] * 4 + [0 if model else 4] * 4
             used = [index // 4 == data for index in range(8)]
         else:
@@ -77,7 +78,7 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
 @pytest.mark.parametrize("states", ["whole", "sharded"])
 @pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
 def test_gradients_missing_on_some_ranks_do_not_cause_hang(world: World, gaps: str, states: str) -> None:
-    """The cases are experts with other samples, owner-only parameters, and parameters with uneven shards."""
+    """The cases are an expert axis whose ranks see different samples, owner-only parameters, and uneven shards."""
     # The first gradient is 2; the second is 1, including the zeros of ranks without it.
     for found in world.run(4, step_with_gaps, gaps, states):
         assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)

@@ -52,7 +52,7 @@ def one(matrices: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def of_two_classes(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer that steps on the device and one that reads on the host."""
+    """Return a fused AdamW for the matrices, and for the others an SGD, whose step synchronizes with the host."""
     return [adamw(matrices, 0.02), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
 
 
@@ -65,7 +65,10 @@ def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def run(
     make: Make, mode: str, where: str, directory: Path | None, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], list[bool], dict[str, Tensor]]:
-    """Return norms, skip flags and full parameters."""
+    """Run `STEPS` steps; if ``directory`` is given, save and load a checkpoint before step `SAVED`.
+
+    Return the norm and the skip flag of each step, and the final full parameters.
+    """
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
 
         def made() -> tuple[nn.Module, ParallelOptimizer]:
@@ -281,7 +284,7 @@ def whole_for_matrices(matrices: list[Tensor], others: list[Tensor]) -> Any:
 
 
 def whole_for_positions(matrices: list[Tensor], others: list[Tensor]) -> Any:
-    """Use Adafactor for the replicated weight and bias of the norm; the other parameters are sharded."""
+    """Use Adafactor for two replicated vectors of 8 elements, and AdamW for all other parameters."""
     copied = [p for p in others if p.numel() == 8 and p is not others[2]][:2]
     rest = [p for p in (*matrices, *others) if all(p is not c for c in copied)]
     return [torch.optim.Adafactor(copied), adamw(rest, 0.1)]

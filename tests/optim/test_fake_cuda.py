@@ -237,8 +237,8 @@ COMPARES = "amp/casting.py"
 
 
 def without_comparison(logs: list[Log]) -> list[Log]:
-    """Return the logs of the first steps without the waits of the second step that compare weights with their
-    copies."""
+    """Return the logs, without the waits and transfers by which the second step compares weights with their master or
+    offloaded copies."""
     first, second, *later = logs
     waits, transfers = ([text for text in texts if COMPARES not in text] for texts in (second.waits, second.transfers))
     return [first, replace(second, waits=waits, transfers=transfers), *later]
@@ -264,7 +264,7 @@ def test_only_second_step_waits_to_compare_weights_with_master_or_offloaded_copi
 
 
 def waits_unsaid(log: Log, placed: str) -> list[str]:
-    """Return the waits that `Offloaded` does not need."""
+    """Return the waits, without those that `Offloaded` needs if ``placed`` contains it."""
     said = (
         "synchronize optim/states/offloaded.py",
         "synchronize optim/states/offloaded.py",
@@ -342,7 +342,7 @@ def test_offloaded_step_waits_only_for_gradients_step_decision_and_weights() -> 
 def test_offloaded_parameters_are_copied_in_buckets(
     mode: str, fraction: float, nbytes: int, buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """100 parameters have 7,200 bytes of float32 gradients, or half of that."""
+    """The float32 gradients of the 100 parameters have 7,200 bytes; with fraction 0.5, half of them are offloaded."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", nbytes)
     logs = steps(Topology(), mode, {"states": Offloaded(fraction), "max_norm": 1.0}, CPU, count=50)
     for log in without_comparison(logs)[1:]:
@@ -419,7 +419,7 @@ def test_monitor_with_losses_on_cuda_needs_no_host_synchronization() -> None:
 
 
 def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds after any number of warm-up steps."""
+    """Outside of a capture, step `LAG` would wait for the event of an earlier step. The test captures steps from there."""
     monitor_of = SkipMonitor.__init__
     with fake_cuda(collectives_on=CPU) as logging:
 
@@ -610,7 +610,7 @@ TWO_DEVICES = (
 
 
 def test_failing_operators_on_fake_tensors_are_not_cached() -> None:
-    """The cache keeps only results of operators that succeed."""
+    """Fake tensors cache the results of operators; the cache must not contain results of failed operators."""
     with fake_cuda():
         there, here = torch.ones(2, device="cuda"), torch.ones(2)
         for _ in range(2):

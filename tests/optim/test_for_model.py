@@ -70,7 +70,7 @@ def test_for_model_training_matches_dense_model(world: World, name: str, kind: s
 
 
 def sharded_by_hand() -> str:
-    """Step a weight that has other values on each rank and no declared spec. Return the error."""
+    """Step a weight that has different values on each rank and no declared spec. Return the error."""
     model = nn.Linear(4, 2, bias=False)
     with torch.no_grad():
         model.weight.fill_(dist.get_rank() + 1.0)
@@ -86,7 +86,7 @@ def test_undeclared_shards_raise_in_first_step(world: World) -> None:
 
 
 def unequal_stages() -> tuple[float, tuple[str, ...]]:
-    """Give each rank a weight of another shape. Return the norm and the pipeline axes."""
+    """Give each rank a weight of a different shape. Return the norm and the pipeline axes."""
     size = 2 + dist.get_rank()
     model = nn.Linear(size, 1, bias=False)
     optimizer = ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -114,7 +114,10 @@ RANKS = (1, 2, 3, 4, 6, 8)
 
 
 def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[object, ...]]:
-    """Return the results per number of data ranks: one per rank of a model. They are equal on all data ranks of a run."""
+    """Return, for each number of data ranks, the results of the ranks that hold one replica of the model.
+
+    Assert that all data ranks of a run have equal results.
+    """
     found: list[tuple[object, ...]] = []
     for data_ranks in (ranks for ranks in ranks if run.total % ranks == 0):
         of_model = run.ranks_per_replica
@@ -151,7 +154,8 @@ def test_states_sharded_over_one_of_two_data_axes_keep_the_fixed_order(world: Wo
 
 
 def on_two_data_axes(per_rank: int) -> list[int]:
-    """Return the state hash with whole states, with ZeRO-1 over one data axis, and with ZeRO-2 over both."""
+    """Return the state hash with replicated states and, on four ranks, with ZeRO-1 over one data axis and ZeRO-2 over
+    both."""
     found, world_size = [], 8 // per_rank
     topology = Topology(dp=2, fsdp=2, aliases={"data": ("dp", "fsdp")}) if world_size == 4 else Topology()
     registry = ProcessGroupRegistry(topology)
@@ -243,7 +247,7 @@ def test_hash_differs_for_other_sum_order_step_count_and_clip_threshold(world: W
 
 
 def test_fixed_order_changes_weights_by_rounding_only(world: World) -> None:
-    """The norm and the weights are those of the usual order up to rounding, with weights and without."""
+    """The results with and without micro-batch weights equal those of the usual order up to rounding."""
     for run in (FixedRun(), FixedRun(weighted=True, states="zero1")):
         fixed, usual = (world.run(2, trained, replace(run, order=order), 2)[0][2] for order in ("fixed", "any"))
         assert fixed == pytest.approx(usual, rel=1e-5)

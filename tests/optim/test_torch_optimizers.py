@@ -160,7 +160,7 @@ def test_sparse_gradients_are_rejected(wrap: Wrap) -> None:
 @every_optimizer
 def test_complex_parameters_are_rejected(wrap: Wrap, kind: Kind) -> None:
     inner = kind.plain([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
-    with pytest.raises(TypeError, match=r"is complex .*; give its real view \(torch.view_as_real\)"):
+    with pytest.raises(TypeError, match=r"is complex .*; use a real parameter, and torch.view_as_complex in forward"):
         wrap(inner)
 
 

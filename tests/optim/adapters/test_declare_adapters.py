@@ -1,4 +1,4 @@
-"""`declare_adapters` derives the layout of adapters of other modules, and `prove` and `audit` find their mistakes."""
+"""`declare_adapters` derives the layout of user-defined adapters, and `prove` and `audit` find mistakes in them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_pairs_beside_sharded_layers_are_declared_and_proved(world: World) -> No
     ],
 )
 def test_prove_names_factors_with_wrong_sums(world: World, wrong: tuple[str, str], name: str, cause: str) -> None:
-    """Planted mistakes of published adapters: a replicated factor that is never summed, a factor that is summed twice."""
+    """Plant mistakes of published adapters: a replicated factor whose gradient is never summed, or is summed twice."""
     for _, proof, audited, _ in world.run(2, proved, wrong):
         found = {finding.name: finding for finding in proof.findings}
         assert name in found, proof

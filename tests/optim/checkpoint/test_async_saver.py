@@ -71,7 +71,7 @@ def test_async_checkpoint_holds_state_at_save_call_not_at_write(
 
 
 def busy_group(path: Path) -> list[float]:
-    """Train while checkpoints are written. Ranks run at different speeds and issue collectives of their own.
+    """Train while checkpoints are written. Ranks run at different speeds, and training issues its own collectives.
 
     Return the losses.
     """
@@ -105,7 +105,8 @@ def plainly(path: Path) -> list[float]:
 
 
 def fails(path: Path, next_call: str) -> list[str]:
-    """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the files, and what is loaded."""
+    """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the names of the files, and the
+    extra value of the checkpoint that is loaded afterwards."""
     run = Run((("tensor", 2),), "fp32")
     messages = []
     saver = AsyncSaver(path, run.registry)

@@ -136,7 +136,7 @@ SHAPES = ((12, 24), (12, 12, 12), (12,), (), (0, 12))
 
 
 def known(index: int) -> Tensor:
-    """Return the full value of a parameter."""
+    """Return the full value of parameter ``index``."""
     return torch.arange(prod(SHAPES[index]), dtype=torch.float32).view(SHAPES[index]) + 1000 * index
 
 
@@ -196,7 +196,7 @@ Layout = tuple[Axes, Specs, "str | None"]
 
 @st.composite
 def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P:
-    """Shard dims that are sharded over a single axis in blocks, where block sizes divide the length."""
+    """Return ``spec`` with random dims in blocks, chosen from dims that one axis shards and that the blocks divide."""
     entries = []
     for dim, length in enumerate(shape):
         over = spec.dim_axes(dim)
@@ -226,8 +226,7 @@ def test_checkpoint_of_any_layout_loads_into_any_other_layout(world: World, draw
             world.run_each(function, [(ranks(one[0]), (path, *one)) for path, one in zip(paths, layouts, strict=True)])
 
 
-# Scenarios of the step tests: owner-only and tied parameters, pipeline stages, stages without parameters
-# -------------------
+# Scenarios of the step tests: owner-only and tied parameters, pipeline stages, stages without parameters --------------
 
 
 def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:

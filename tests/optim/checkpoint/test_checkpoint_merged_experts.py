@@ -78,7 +78,8 @@ def build(topology: Topology, kind: str, **options: Any) -> tuple[Experts, Paral
 def train(
     model: Experts, optimizer: ParallelOptimizer, steps: Sequence[int], busy_until: int, skipped: int | None = None
 ) -> None:
-    """Give the second expert tokens until ``busy_until``, after the checkpoint, and in the ``skipped`` step."""
+    """Train. The second expert gets tokens before step ``busy_until``, from step `FIRST` on, and in step ``skipped``,
+    whose loss is infinite."""
     second = optimizer.registry.coordinate.get("expert") == 1
     with mock.patch.object(MissingShards, "field", return_value={}):
         for step in steps:
@@ -177,7 +178,7 @@ def test_merging_states_of_only_skipped_steps_does_not_warn(world: World, tmp_pa
 
 
 def save_unstepped(path: Path) -> None:
-    """Give one expert a state of zeros and the other no state."""
+    """Save a checkpoint in which one expert has a state of zeros and the other has no state."""
     model, optimizer = build(EXPERTS, "AdamW, fused")
     second = optimizer.registry.coordinate["expert"] == 1
     optimizer.backward(model.loss(0, busy=not second) * float("inf"))

@@ -259,7 +259,7 @@ def on_a_dtensor() -> None:
         assert torch.equal(piece.region.of(full), local)
 
 
-def test_dtensor_declared_in_blocks_is_supported(world: World) -> None:
+def test_optimizer_uses_declared_blocks_of_dtensor_as_its_region(world: World) -> None:
     world.run(2, on_a_dtensor)
 
 

@@ -102,7 +102,10 @@ def save(path: Path, layout: Layout, mode: str, in_background: bool = False) -> 
 
 
 def resume(path: Path, layout: Layout, mode: str) -> dict[str, float]:
-    """Continue on frozen parameters from elsewhere: "late" has its weights of the first step."""
+    """Load onto frozen parameters from elsewhere ("late" has its weights after the first step), and train.
+
+    Return the differences from the dense run.
+    """
     run = Run(layout, mode, frozen=("base", "late"))
     late = dense(1, 1)["late"]
     with torch.no_grad():

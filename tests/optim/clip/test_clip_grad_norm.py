@@ -14,7 +14,7 @@ from world import World
 
 
 def split_weight(bad: float | None, rank: int) -> Tensor:
-    """Return this rank's half of the gradient [3, 4, 12, 84]; on rank 1 with ``bad`` as an element."""
+    """Return a weight with this rank's half of the gradient [3, 4, 12, 84]; ``bad`` replaces the 12 on rank 1."""
     weight = nn.Parameter(torch.zeros(2))
     annotate(weight, P("tensor"), "weight")
     weight.grad = torch.tensor([[3.0, 4.0], [12.0, 84.0]][rank])
@@ -76,7 +76,7 @@ def test_norm_type_below_one_is_rejected_with_reason(norm_type: float) -> None:
 
 
 def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:
-    """Pass the same list in every call on rank 0 and a new list on rank 1; both are empty in the third call.
+    """Pass the same parameter in every call on rank 0 and a new one on rank 1, and no parameters in the third call.
 
     Return the norms.
     """
@@ -111,7 +111,7 @@ def test_global_norm_allows_parameter_list_to_change_on_one_rank(
 def wrong_on_one_rank(norm_type: float) -> str:
     """Pass a complex gradient on rank 1 in the second call; the third call is valid again.
 
-    Return the error of the second call, or "skip" or "step".
+    Return the error of the second call; without an error, "skip" if it reports a non-finite norm, else "step".
     """
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         weight = split_weight(None, registry.global_rank)

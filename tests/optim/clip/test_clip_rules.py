@@ -178,7 +178,7 @@ def coefficient(norm: Tensor, most: float) -> Tensor:
 
 
 class DenseRule:
-    """The same rule, written independently for full gradients in one process."""
+    """A clip rule, written independently of the library for full gradients in one process."""
 
     def __init__(self, rule: Clip, dense: Dense) -> None:
         self.rule, self.dense, self.last = rule, dense, torch.tensor(inf)
@@ -391,8 +391,8 @@ def test_step_with_unfused_optimizer_synchronizes_with_host(world: World) -> Non
 
 
 def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], bool, int]]:
-    """Put a NaN on the last rank in the second step. Return which steps were skipped, whether state was unchanged,
-    and the count."""
+    """Put a NaN into a gradient of the last rank in the second step. Return for each rule which steps were skipped,
+    whether the skipped step left all state unchanged, and the count of skipped steps."""
     found = []
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:

@@ -1,7 +1,8 @@
 """Stateful rules and named groups on random sequences of norms: every layout must follow the formulas of the papers.
 
-The gradients of every layout are given (`planted`), times a random number per step, with spikes among them. The
-reference (`dense_rules`) is one process with Python numbers, which gets the norms of the dense model in float64.
+The gradients are set by `tests/harness/planted.py`. `trace` multiplies them by a random factor per step, and by a larger
+one in steps with a spike. The reference (`tests/harness/dense_rules.py`) computes in Python numbers in one process, from
+the norms of the dense model in float64.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CLOSE = 1e-12
 
 @dataclass(frozen=True)
 class Experts(Layout):
-    """A layout with experts that see different samples."""
+    """A layout with an expert axis whose ranks see different samples."""
 
     @property
     def topology(self) -> Topology:
@@ -175,7 +176,7 @@ class Expected:
         self.reference = DenseRule(self.rule)
 
     def go_on(self, config: Config, steps: range) -> Expected:
-        """Continue with the full gradients of the layout."""
+        """Run ``steps`` with the full gradients of the layout."""
         of_layout = Dense(config.layout)
         for step in steps:
             gradients: Full = {k: g * trace(step) for k, g in of_layout.gradients(2 * step, config.micros).items()}
@@ -232,7 +233,8 @@ def test_stateful_rules_match_published_formulas_on_every_layout(world: World, n
 
 
 def test_norm_sequences_make_every_rule_clip_or_skip_in_some_steps() -> None:
-    """Every rule clips in some steps but not in all, or skips only steps with a spike."""
+    """`SkipSpikes` rules skip some of the steps with a spike and no others. The other rules skip no step, and clip in
+    some steps but not in all; two rules with a threshold per parameter are exempt."""
     for label, rule in RULES.items():
         want = expected(rule, CONFIGS["one rank"])
         found = {step for step, skipped in enumerate(want.skipped) if skipped}

@@ -402,9 +402,9 @@ def test_clip_grad_norm_accepts_every_rule_and_matches_optimizer(world: World, n
 
 
 def another_list() -> str:
-    """Pass another list on rank 1 in the third call; the fourth call is valid again.
+    """Pass a shorter parameter list on rank 1 in the third call; the fourth call is valid again.
 
-    Return the error, or else the state.
+    Return the error on rank 1, and the state of the rule on other ranks.
     """
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:

@@ -245,7 +245,8 @@ def norm_of_own_stage(model: Model, meshes: Meshes) -> float:
 
 
 def experts_of_own_group(model: Model, meshes: Meshes) -> float:
-    """Sum DTensors over their meshes; no mesh of the experts has the dim over which each rank has its own experts."""
+    """Sum the squares of DTensors over their meshes. The mesh of the experts lacks the dim `ep`, along which ranks hold
+    different experts, so their squares are not summed over it."""
     experts = model.get_parameter("experts")
     rest = [param for param in model.parameters() if param is not experts]
     total = summed(squares(gradients(rest)), meshes["dp"]) + summed(squares(gradients([experts])), meshes["ep_shard"])
@@ -284,7 +285,7 @@ def exhausted_generator(model: Model, meshes: Meshes) -> float:
 
 
 def group_of_missing_dim(model: Model, meshes: Meshes) -> float:
-    """Reduce over the mesh of the dim `ddp`, which this mesh does not have."""
+    """Sum over the mesh dim `ddp`. The layout has no such dim, so nothing is summed."""
     group = [mesh for mesh in meshes.values() if "ddp" in mesh.mesh_dim_names]
     return scale(model.parameters(), summed(squares(gradients(model.parameters())), *group).sqrt())
 
@@ -518,7 +519,7 @@ class Clipped:
 
 
 def clipped(model: Model, clip: Callable[[], float]) -> Clipped:
-    """Clip, compare all full gradients with what they were before, and restore them. Return the result."""
+    """Clip, compare this rank's shards of the gradients with their values before, and restore them. Return the result."""
     with torch.no_grad():
         before = [local(one).clone() for one in gradients(model.parameters())]
         norm = clip()

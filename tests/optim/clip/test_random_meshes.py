@@ -1,7 +1,8 @@
 """Clipping without a registry on random models of DTensors, against the norm of the dense gradients.
 
-The models have several meshes, slices, flattened dims, strided and uneven shards, pipeline stages, experts declared over
-a dim that their mesh lacks, plain tensors, replicated gradients of shards, and missing gradients.
+The models have several meshes, submeshes, flattened mesh dims, strided and uneven shards, pipeline stages, experts
+declared over a mesh dim that their own mesh lacks, plain tensors, sharded parameters whose gradient is a replicated
+DTensor, and missing gradients.
 ``tests/benchmarks/random_cases.py clip`` runs 1,000 of them.
 """
 

@@ -74,7 +74,7 @@ def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: st
 
 
 def stages() -> tuple[float, float]:
-    """Return the norm of two pipeline stages, each with its own mesh, and the dense norm; only the last one has experts."""
+    """Return the norm of two pipeline stages with two and three parameters, each with its own mesh, and the dense norm."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -213,7 +213,7 @@ def partial_gradient(is_declared: bool) -> Any:
 
 
 def test_partial_gradient_of_dtensor_is_summed_without_registry(world: World) -> None:
-    """An example is a norm under `SequenceParallel`."""
+    """Norm layers under torch's `SequenceParallel` have such gradients."""
     for norm, placements, gradient in world.run(2, partial_gradient, False):
         assert norm == pytest.approx(8**0.5)
         assert placements == "(Replicate(),)"

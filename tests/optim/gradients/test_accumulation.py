@@ -93,7 +93,7 @@ class Bag(nn.Module):
 
 
 def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int], ...]) -> tuple[float, Tensor]:
-    """Run one window with ``counts[data rank][micro-batch]`` rows. Return the norm and a gradient."""
+    """Run one window with ``counts[data rank][micro-batch]`` rows. Return the norm and the gradient of the head."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         model = Bag()
         optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=1e6)
@@ -237,9 +237,9 @@ def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
 def test_zero_grad_of_optimizer_within_window_is_ignored_and_of_model_raises() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
-    optimizer.zero_grad()  # waits for the end of the window
+    optimizer.zero_grad()  # takes effect at the end of the window
     assert model.weight.grad is not None
-    model.zero_grad()  # does not: an error at the next micro-batch
+    model.zero_grad()  # takes effect now, so the next micro-batch raises
     with pytest.raises(RuntimeError, match="gradients were cleared"):
         optimizer.backward(model(samples(1)).sum())
 

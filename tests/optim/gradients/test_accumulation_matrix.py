@@ -35,8 +35,8 @@ STATES: dict[str, dict[str, Any]] = {
 }
 # Micro-batches per window, in turn. The longest equals accumulation_steps, the others are shorter last windows.
 WINDOWS = [(1,), (2, 1), (3,), (5, 3)]
-# Collectives of the last micro-batch of a window: gradients (2 buckets if sharded), norm, new parameters. Sharded
-# gradients are reduce-scattered in every micro-batch; otherwise earlier micro-batches need no collective.
+# Collectives of the last micro-batch of a window: gradients (2 buckets with ZeRO-1 and ZeRO-2), norm, new parameters.
+# ZeRO-2 also reduce-scatters in every earlier micro-batch; the others need no collective there.
 SHARDED = {"reduce_scatter_single": 2, "all_reduce": 1, "all_gather_single": 2}
 COLLECTIVES = {"replicated": {"all_reduce": 2}, "offloaded": {"all_reduce": 2}, "zero1": SHARDED, "zero2": SHARDED}
 # Relative to the largest parameter. Micro-batches of a half-precision model round differently than one batch.

@@ -42,7 +42,7 @@ def arguments(way: str, compression: Any, bucket_bytes: int | None = None) -> di
     return {"compression": compression, "bucket_bytes": bucket_bytes, **options}
 
 
-# One sum --------------------------------------------------------------------------------------------------------------
+# Compressed sums of one flat buffer -----------------------------------------------------------------------------------
 
 
 def given(rank: int, count: int) -> list[Tensor]:
@@ -51,7 +51,8 @@ def given(rank: int, count: int) -> list[Tensor]:
 
 
 def summed(scatter: bool, feedback: bool) -> list[Tensor]:
-    """Return the full sums of eight rounds."""
+    """Return the compressed sums over the ranks of eight flat buffers, one after another; ``scatter``: by
+    reduce-scatter and all-gather."""
     wire, memory = Bf16Compression(feedback), {}  # type: ignore[var-annotated]
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None

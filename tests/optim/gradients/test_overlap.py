@@ -140,8 +140,8 @@ def test_gradients_of_model_with_expert_axis_are_not_reduced_in_backward(world: 
 
 
 class Rows(nn.Module):
-    """A model in which ranks of a data group hold different parameters: row 0 has an extra bias and a larger
-    vector."""
+    """A model whose ranks share replicated layers but also hold different parameters: row 0 has an extra bias and a
+    longer vector."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def test_compiled_powers_match_reference_within_1e14(
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
 @pytest.mark.parametrize("p", [1, 2])
 def test_compiled_means_of_chunks_have_the_same_bits_for_all_instructions_and_cuts(dtype: torch.dtype, p: int) -> None:
-    """They are within 1e-14 of the means in float64. NaN and infinity stay in their chunk."""
+    """The means are within 1e-14 of those in float64. NaN and infinity affect only the mean of their chunk."""
     values = some_values((40_003,), dtype, 1.0, 5)
     values[17], values[40_001] = torch.nan, torch.inf
     padded = torch.cat([values.double(), torch.zeros(-len(values) % MEAN_OF)])

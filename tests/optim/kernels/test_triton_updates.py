@@ -32,7 +32,7 @@ SOME_RULES = [
 
 
 class ByTriton(Case):
-    """A case whose update runs in the Triton kernels. Args: offset: Elements before each tensor in its memory."""
+    """A case whose update runs in the Triton kernels. Each tensor is ``offset`` elements after the start of its memory."""
 
     def __init__(self, *args: Any, offset: int = 0) -> None:
         super().__init__(*args)
@@ -53,7 +53,7 @@ class ByTriton(Case):
 
 
 def stepped(cases: Sequence[ByTriton], factor: float, found_inf: float = 0.0, negative: bool = False) -> None:
-    """Update all cases in one call. Omits a factor of 1; a negative factor means maximize."""
+    """Update all cases in one call. Pass no factor if it is 1 or -1, else its absolute value. ``negative``: maximize."""
     times = None if factor in (1.0, -1.0) else torch.tensor(abs(factor))
     parts = [case.part(maximize=negative) for case in cases]
     kernels().update(KINDS[type(cases[0].rule)], parts, torch.tensor(found_inf), times)
@@ -146,7 +146,8 @@ def test_triton_update_accepts_learning_rate_tensor(interpreted: Interpreted, ru
 
 
 def at_all_offsets(rule: Rule) -> list[Tensor]:
-    """Return the concatenated results at offsets of 0 to 3 elements."""
+    """Return the tensors after one update, concatenated, with each tensor placed 0 to 3 elements after the start of
+    its memory."""
     found = []
     for offset in range(4):
         case = ByTriton(rule, [5, 2050], torch.bfloat16, torch.float16, 4, offset=offset)

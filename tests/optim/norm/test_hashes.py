@@ -27,7 +27,8 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
 def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """The flipped bits include the sign of zero, the last mantissa bit and NaN payloads."""
+    """Any bit may be flipped; the lowest bit of the first element and the highest bit of the last element are drawn more
+    often. The tensor may be all zeros, such that the sign of a zero changes, or end in NaN."""
     tensor = torch.zeros(size).to(dtype) if data.draw(st.booleans()) else torch.randn(size).to(dtype)
     if dtype.is_floating_point and data.draw(st.booleans()):
         tensor[-1] = torch.nan

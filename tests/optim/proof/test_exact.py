@@ -241,7 +241,8 @@ def test_assert_exact_finds_wrong_element_on_one_rank(world: World) -> None:
 
 
 class Stage(nn.Module):
-    """One of two stages: each has its own layer and the tied table; the bias is on rank 0 of ``row``, last stage."""
+    """One of two stages. Each has its own layer, and two tied parameters of which "summed" is partial over ``row``. The
+    bias is on rank 0 of ``row`` in the last stage."""
 
     def __init__(self, registry: ProcessGroupRegistry, wrong: str) -> None:
         super().__init__()

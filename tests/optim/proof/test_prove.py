@@ -270,7 +270,7 @@ def _pairs_doubled(seeds: int) -> list[set[str]]:
 
 
 def test_prove_finds_two_equally_wrong_parameters_for_any_seed(world: World) -> None:
-    """Their directions can have opposite signs, so that the errors nearly cancel."""
+    """The random directions of the two parameters can have opposite signs, so that their errors nearly cancel."""
     assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
 
 

@@ -94,7 +94,7 @@ def assert_the_same(now: list[Any], before: list[Any]) -> None:
 
 
 def run(options: dict[str, Any], dtype: torch.dtype, proving: bool, micro: int) -> tuple[list[Any], list[Proof]]:
-    """Run three steps, with or without proofs. Return the final state, and the proofs."""
+    """Run three steps of ``micro`` micro-batches, with or without proofs. Return the final state, and the proofs."""
     proofs: list[Proof] = []
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model = Model(registry).to(dtype)

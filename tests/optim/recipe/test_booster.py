@@ -293,8 +293,8 @@ def test_boosted_run_resumes_bitwise_identically(mode: Any, world: World, tmp_pa
 
 
 def vetoed(mode: Any) -> tuple[list[bool], int, int]:
-    """Reject the second of three steps on rank 1. Return which steps moved weights, the count of rejected steps,
-    and of calls."""
+    """Reject the second of three steps on rank 1. Return which steps moved weights, the number of rejected steps, and
+    the number of calls of ``commit``."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -369,7 +369,7 @@ def test_two_optimizers_match_one_with_two_groups_bitwise(world: World, mode: An
 
 
 def test_booster_loads_a_checkpoint_of_save_checkpoint(tmp_path: Path) -> None:
-    """It returns the saved ``extra``, also one that looks a little like that of `Booster.save`."""
+    """`Booster.load` returns the saved ``extra``, even a dict with one of the keys that `Booster.save` writes."""
     registry = ProcessGroupRegistry(Topology())
     for number, extra in enumerate((None, 7, {"extra": 1, "step": 2})):
         saved, loaded = (nn.Linear(3, 2) for _ in range(2))

@@ -192,7 +192,7 @@ def test_booster_under_torchrun_without_init_distributed_raises(monkeypatch: pyt
 def first_words(
     axes: dict[str, int], how: str, data_parallel: Any, roles: dict[str, Any] | None = None
 ) -> tuple[str, bool]:
-    """Return the error, and whether the model was left unchanged."""
+    """Boost with the mistake ``how``. Return the error, and whether the parameters are unchanged."""
     with ProcessGroupRegistry(Topology(roles=roles, **axes)) as registry:
         model = classifier()
         before = [param.clone() for param in model.parameters()]
@@ -246,7 +246,7 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
 def test_boost_rejects_unsupported_combination_on_every_rank(
     axes: dict[str, int], how: str, data_parallel: Any, message: str, world: World
 ) -> None:
-    """The error names the argument, and nothing is changed."""
+    """The parameters of the model stay unchanged."""
     for text, untouched in world.run(2, first_words, axes, how, data_parallel):
         assert re.search(message, text), text
         assert untouched

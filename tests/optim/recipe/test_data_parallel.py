@@ -1,4 +1,4 @@
-"""`align_replicas` gives diverged replicas the values of one rank again."""
+"""`align_replicas` sets diverged replicas to the values of one rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def step(optimizer: ParallelOptimizer, params: dict[str, nn.Parameter]) -> None:
 
 
 def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
-    """Add different noise to all state on every rank. Return the first error after alignment, or ""."""
+    """Add different noise to weights and state on every rank, and align replicas if ``align``.
+
+    Return the first difference between replicas afterwards, or "".
+    """
     with (
         ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
         small_buckets(64),
@@ -141,7 +144,7 @@ def test_align_replicas_aligns_tied_parameters_of_stages(world: World, mode: str
 
 
 def test_replicas_stay_diverged_without_align_replicas(world: World) -> None:
-    """Negative control."""
+    """Negative control of the comparison in `apart`."""
     assert all(world.run(4, apart, {"data": 2, "tensor": 2}, "bf16", "whole", False)[1:])
 
 

@@ -225,7 +225,7 @@ def test_every_pipeline_schedule_matches_dense_model(sharded: bool, world: World
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]
         for tied in (False, True)
         for precision in ("fp32", "fp16")
-        # Only some schedules: the next test runs all of them.
+        # The default run has only two schedules here, because the next tests run all of them.
         for kind in repetitions(list(SCHEDULES), sharded, tied, precision, default=2)
     ]
     found = assert_all_are_dense(world, cases)

@@ -68,7 +68,7 @@ def test_skip_flag_that_arrives_late_corrects_rate_before_next_step(monkeypatch:
     reads: list[bool] = []
 
     class OnTheWay(taken_steps.FlagCopy):
-        """A flag that arrives later, as on a GPU."""
+        """A skip flag that reaches the host later, as on a GPU."""
 
         def __init__(self, flag: Tensor) -> None:
             super().__init__(flag)

@@ -50,7 +50,7 @@ GRADIENTS = [math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, math.inf, 1.0]
 
 
 class Late(taken_steps.FlagCopy):
-    """A flag that arrives later, as on a GPU."""
+    """A skip flag that reaches the host later, as on a GPU."""
 
     def __init__(self, flag: Tensor) -> None:
         super().__init__(flag)

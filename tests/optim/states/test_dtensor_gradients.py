@@ -97,7 +97,7 @@ def dense_words(tied: bool) -> Trained:
 def test_undeclared_vocabulary_parallel_embedding_matches_dense_model(
     world: World, tied: bool, options: dict[str, Any]
 ) -> None:
-    """torch leaves the gradient of the embedding replicated; the plain norm counts as replicated."""
+    """torch leaves the gradient of the embedding replicated; the plain parameters of the norm layer count as replicated."""
     norms, params = dense_words(tied)
     for axes in ((("tensor", 2),), GRID):
         if options and axes != GRID:
@@ -110,7 +110,7 @@ def test_undeclared_vocabulary_parallel_embedding_matches_dense_model(
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}, {"offload": 0.5}])
 def test_partial_dtensor_gradients_are_reduced(world: World, options: dict[str, Any]) -> None:
-    """The model has a norm layer under sequence parallelism, for which nothing is declared."""
+    """The gradients of a norm layer under sequence parallelism are partial, although its declared spec P() is not."""
     for found in world.run(4, train_block, GRID, False, options, {"*": P()}):
         assert_trained(found)
 

@@ -89,7 +89,7 @@ def test_frozen_base_takes_no_memory_that_grows_with_its_size(
 
 
 def test_trained_base_takes_memory_that_the_count_sees(world: World) -> None:
-    """Negative control of the count."""
+    """Negative control: the count of bytes includes the states and gradients of a trained base."""
     (nbytes, states), *_ = world.run(4, added_bytes, "whole", "fp32", False, True)
     assert states == LAYERS
     assert nbytes > 12 * LAYERS * NUMEL  # two moments and the gradient

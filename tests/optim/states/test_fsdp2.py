@@ -237,7 +237,7 @@ def test_fsdp2_run_resumes_bitwise_from_state_dict(world: World) -> None:
 
 
 def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:
-    """Return the gradients with a divide factor of 4 over ``replicas``, and those of one process."""
+    """Return the gradients with a divide factor of 4 on a mesh of ``replicas`` times 1 ranks, and those of one process."""
     axes = {"replica": replicas, "shard": 1}
     with ProcessGroupRegistry(Topology(roles={"replica": "data", "shard": "data"}, **axes)) as registry:
         layer, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)

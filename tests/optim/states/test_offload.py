@@ -1,4 +1,4 @@
-"""CPU offload of optimizer states: bitwise identical steps. Here the device is the CPU, too."""
+"""CPU offload of optimizer states: bitwise identical steps. Except in the test on a GPU, the device is the CPU, too."""
 
 from __future__ import annotations
 

@@ -189,6 +189,6 @@ def apart(world: World, kind: type[SignDescent]) -> float:
 
 
 def test_shards_give_dense_result_only_for_elementwise_optimizer(world: World) -> None:
-    """Shows why other optimizers are rejected."""
+    """An optimizer that uses norms of its tensors gives other results on shards, so such optimizers are rejected."""
     assert apart(world, SignDescent) < 1e-6
     assert apart(world, TrustRatio) > 1e-3

@@ -26,7 +26,7 @@ ALL = {**MODES, "bf16 split": Bf16(split_masters=True), "fp8 on bf16": Fp8("bf16
 
 
 class End(NamedTuple):
-    """The end of a run."""
+    """The state at the end of a run, and the norm of each of its steps."""
 
     tensors: dict[str, Tensor]
     scale: dict[str, float | int] | None

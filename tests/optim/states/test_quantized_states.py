@@ -28,7 +28,7 @@ def optimizer_of(package: str, params: list[nn.Parameter]) -> torch.optim.Optimi
 
 
 def stepped(topology: Topology, package: str, how: str) -> Tensor:
-    """Return the full weight after a few steps."""
+    """Return the full weight after three steps. ``how``: "whole", "accepted" (declared elementwise), or neither."""
     registry = ProcessGroupRegistry(topology)
     spec = P(None, "tensor") if "tensor" in topology.axes else P()
     generator = torch.Generator().manual_seed(7)

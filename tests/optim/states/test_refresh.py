@@ -278,7 +278,8 @@ def test_unfreezing_without_refresh_raises_on_every_rank(
 
 
 def wrong_refreshes() -> list[str]:
-    """Return the errors of a refresh within a window, on one rank only unfrozen, without a spec, and beside DDP."""
+    """Return the errors of `refresh` within a window, with a parameter that is unfrozen on one rank only, beside DDP, and
+    with an unfrozen parameter without a spec."""
     with ProcessGroupRegistry(Topology(data=2, tensor=1)) as registry:
         params = {name: nn.Parameter(torch.zeros(3), requires_grad=name != "b") for name in "ab"}
         optimizer = ParallelOptimizer(torch.optim.SGD(params.items(), lr=1.0), registry)

@@ -51,7 +51,7 @@ Bits = list[Tensor]
 
 @contextmanager
 def ties_away() -> Iterator[None]:
-    """Round float32 master weights like split ones, as the reference."""
+    """Round float32 master weights to bfloat16 as `split_master` does, so that they are the reference."""
 
     def write_back(self: MasterWeights, written: Sequence[Tensor] = ()) -> None:
         held = self.held()

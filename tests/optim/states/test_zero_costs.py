@@ -58,7 +58,7 @@ def test_zero_on_four_ranks_needs_quarter_of_state_memory_and_expected_collectiv
         for found in world.run(4, cost, True, gradients, mode):
             assert found["states"] == pytest.approx(whole["states"] / 4, rel=0.05)
             assert found["masters"] == pytest.approx(whole["masters"] / 4, rel=0.05)
-            # One bucket: reduced once per window, or per micro-batch with sharded gradients; one collective for the
+            # One bucket, which is reduced once per window, or with ZeRO-2 once per micro-batch; one collective for the
             # norm.
             reduced = 2 if gradients else 1
             assert found["collectives"] == {

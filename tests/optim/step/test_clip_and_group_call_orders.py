@@ -25,7 +25,7 @@ def sgd(params: object) -> torch.optim.Optimizer:
 
 
 class Fails(torch.autograd.Function):
-    """Its backward raises."""
+    """A function whose backward raises."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def test_stats_name_rejection_as_reason_of_skip() -> None:
 
 
 class Manager:
-    """An object with sockets and threads that must not be copied."""
+    """A stand-in for an object with sockets and threads, which must not be copied."""
 
     def should_commit(self) -> bool:
         return True

@@ -29,7 +29,7 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Adagrad:
 
 
 def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> list[Tensor]:
-    """Return the weights of a parameter added later, and of a parameter that was there from the start."""
+    """Return the weights of a parameter added later, and those of a torch optimizer that has it from the start."""
     first, later, alone = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
     declare(nn.ParameterList([first, later]), {"*": P()})
     optimizer = ParallelOptimizer(adagrad([first]), registry, **options)

@@ -106,8 +106,8 @@ def test_bit_flipped_between_comparisons_is_found_in_next_comparison(world: Worl
 
 @st.composite
 def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
-    """Draw arguments of `flipped`: a bit of a replicated tensor, in the comparing step. An update after a later
-    flip might round away the last bit."""
+    """Draw arguments of `flipped`: a bit of a replicated tensor, flipped in a step that compares replicas. In other
+    steps, updates before the next comparison might round away the lowest bit."""
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     what = draw(st.sampled_from(STATES))
     parameter = "bias" if "ZeRO" in name else draw(st.sampled_from(["bias", "matrix"]))
@@ -120,7 +120,8 @@ def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
 def test_random_flipped_bit_in_any_replica_is_found(
     world: World, drawn: list[tuple[str, What, str, int, int, int]]
 ) -> None:
-    """The bits are signs, exponents and lowest bits. A flip that makes a gradient non-finite skips the step anyway."""
+    """Any of the 32 bits may be flipped; 0, 22, 30 and 31 are drawn more often. If the flip makes a gradient
+    non-finite, the step is skipped as an overflow and no mismatch is reported."""
     results = world.run_each(flipped, [(SIZES[case[0]], case) for case in drawn])
     for (name, what, parameter, _, victim, _), by_rank in zip(drawn, results, strict=True):
         assert len({repr((found, step)) for found, step, _ in by_rank}) == 1
@@ -138,8 +139,8 @@ def test_random_flipped_bit_in_any_replica_is_found(
 
 
 def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tuple[int, int, bytes]:
-    """Return (steps, skipped steps, weights) of a clean run; the loss of every fourth step is ``scale`` times as
-    large."""
+    """Return (steps, skipped steps, bits of weights and state) of a run without flipped bits; the loss of every fourth
+    step is ``scale`` times as large."""
     with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", SOON):
         run = Run(name, registry, **options)
         for step in range(steps):

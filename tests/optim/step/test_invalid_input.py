@@ -99,7 +99,10 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     "norm_type": (lambda: wrap(parameter(P(), 4), norm_type=0.5), "norm_type=0.5: give a number >= 1"),
     "on_nonfinite": (lambda: wrap(parameter(P(), 4), on_nonfinite="ignore"), "on_nonfinite='ignore'"),
     "reduction": (lambda: wrap(parameter(P(), 4), reduction="all"), "reduction='all'"),
-    "complex parameter": (lambda: wrap(parameter(P(), 4, dtype=torch.complex64)), "weight is complex .*view_as_real"),
+    "complex parameter": (
+        lambda: wrap(parameter(P(), 4, dtype=torch.complex64)),
+        "weight is complex .*torch.view_as_complex in forward",
+    ),
     "wrapped twice": (
         lambda: (
             lambda registry: ParallelOptimizer(

@@ -1,5 +1,5 @@
-"""Parameters in other memory formats, with states, master weights and remainders that were loaded or created
-before."""
+"""Parameters in other memory formats. States, master weights and remainders were loaded, or created before the format
+changed."""
 
 from __future__ import annotations
 
@@ -262,7 +262,8 @@ def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> Non
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
-    """Replicas may have another memory layout, or other parameters of their ranks may."""
+    """Replicas on other ranks may have no gaps, and must get bitwise equal updates. The same holds for the other
+    parameters of the rank."""
     found = []
     for change in (with_gaps, torch.clone):
         params = [

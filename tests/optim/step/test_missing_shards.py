@@ -78,7 +78,7 @@ def scaled(topology: Topology) -> bool:
 
 
 def assert_dense(world: World, mesh: str, kind: str, options: dict[str, Any], rules: Sequence[Any]) -> float:
-    """Return the largest difference from the dense model."""
+    """Return the largest difference of a parameter from the dense model. Assert equal norms on meshes without stages."""
     topology = MESHES[mesh]
     dtype = torch.bfloat16 if str(options.get("precision", "")).startswith("bf16") else torch.float32
     dense_options = {key: value for key, value in options.items() if key in ("precision", "norm_type")}
@@ -142,7 +142,7 @@ def test_shards_without_gradient_are_stepped_if_a_pipeline_stage_lacks_the_tenso
 
 
 def test_shards_diverge_from_dense_model_if_those_without_gradient_are_not_stepped(world: World) -> None:
-    """Negative control."""
+    """Negative control: `steps_without_counts` steps only shards that have a gradient."""
     for kind, least in (("fused AdamW", 0.1), ("SGD with momentum", 0.1)):
         found = world.run(2, steps_without_counts, kind)
         ((dense, _),) = world.run(1, steps, Topology(), kind, {}, [0.7], torch.float32)

@@ -46,7 +46,8 @@ def stepped(name: str, other: torch.dtype | None) -> Tensor:
 def test_parameters_of_other_dtypes_do_not_change_the_update_of_a_parameter(
     loses_updates: bool, name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The updates are bitwise equal, also if fused kernels do not step half-precision parameters (torch 2.11 to 2.13)."""
+    """The updates are bitwise equal, even if torch's fused SGD loses updates of half-precision parameters on a CPU
+    (pytorch issue 191763)."""
     if loses_updates:
         monkeypatch.setattr(torch_engine, "_fused_sgd_is_wrong", lambda: True)
     with using(kernels):

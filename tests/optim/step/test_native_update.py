@@ -145,7 +145,7 @@ def test_betas_can_be_tuple_list_or_tensor(betas: Any) -> None:
 
 
 def test_momentum_set_to_zero_gives_weights_and_buffers_of_torch() -> None:
-    """As in torch, the buffers are then no longer used."""
+    """As in torch, a step with momentum 0 neither uses nor changes the buffers."""
     found = []
     for kernels in KERNELS:
         with using(kernels):
@@ -161,7 +161,7 @@ def test_momentum_set_to_zero_gives_weights_and_buffers_of_torch() -> None:
 
 
 def test_step_of_smaller_view_at_same_address_writes_only_to_view(calls: Calls) -> None:
-    """Cached rows describe the previous memory of a parameter."""
+    """The cached row describes the previous memory of the parameter, so the step must not use it."""
     whole = torch.ones(4, 6)
     param = nn.Parameter(whole)
     declare(nn.ParameterList([param]), {"*": P()})

@@ -48,8 +48,8 @@ def dense_step(scenario: Scenario, start: Full, max_norm: float) -> tuple[Tensor
 
 
 def grow(name: str, mode: str, clip: bool, update_first: bool) -> list[Step]:
-    """Run steps with a growth after every second one. ``update_first`` plants a bug: the scale grows before the
-    step."""
+    """Run steps in which the loss scale grows after every second step. ``update_first`` plants a bug: the scale is
+    updated before the step."""
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, MODES[mode], "plain sgd")

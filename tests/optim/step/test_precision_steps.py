@@ -129,7 +129,7 @@ TOLERANCE = {
     "O2": (1e-4, 5e-4, 3e-3),
     "O3": (1e-4, 5e-4, 5e-3),
     "bf16": (5e-4, 5e-3, 2e-2),
-    "bf16 stochastic": (2e-3, 2e-2, 8e-2),  # other random numbers
+    "bf16 stochastic": (2e-3, 2e-2, 8e-2),  # the sharded run draws other rounding noise than the single process
 }
 
 

@@ -28,7 +28,8 @@ def adamw(*groups: Any, **options: Any) -> torch.optim.AdamW:
 
 
 class Run:
-    """Train one replicated parameter until an error; records the errors, their steps and skipped steps.
+    """Trains two replicated parameters in two param groups for ``steps`` steps. Records the steps and texts of errors, and
+    the number of skipped steps.
 
     Args: change: Called on the last rank before the backward of step `BAD`; returns True to omit the backward. every,
     after: Called on every rank with this run and the step, before and after each backward.
@@ -252,7 +253,7 @@ def test_differing_accumulation_windows_do_not_count_as_overflow(world: World) -
 
 
 def costs() -> tuple[int, int]:
-    """Return the collectives of a step with a changing learning rate, and the number of skipped steps."""
+    """Return the number of collectives of a step with a changing learning rate, and the number of skipped steps."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", value=1.0)
         optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)
@@ -348,7 +349,8 @@ def test_hyper_parameters_that_differ_between_ranks_skip_steps_and_raise(
 
 
 def own_plateau() -> tuple[list[tuple[int, str]], float]:
-    """Give each rank's plateau schedule its own loss; the loss of rank 1 never decreases. Return errors and weight sum."""
+    """Give each rank's plateau schedule its own loss; the loss of rank 1 never decreases. Return errors and the sum of
+    the weights."""
     rates: list[Any] = []
 
     def every(run: Run, step: int) -> None:
@@ -777,7 +779,8 @@ def test_backward_none_on_ranks_without_owned_parameter_gives_norm_of_owner(
 
 
 def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
-    """Use losses 3 and 6 on rank 0, 12 and none on rank 1, each a sum over two samples. Return the weight."""
+    """Run micro-batches with loss slopes 3 and 6 on rank 0, 12 and none on rank 1 (halved if neither a weight nor a
+    window divides them). Return the parameter."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", 1)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
@@ -803,7 +806,8 @@ def test_micro_batch_weights_give_mean_over_all_samples(world: World, steps: int
 
 
 def weights_of_last_stage(steps: int | None) -> list[float]:
-    """Give weights, smaller than the number of micro-batches, only on the last of two stages. Return the weight."""
+    """Give micro-batch weights, whose sum differs from the number of micro-batches, only on the last of two stages.
+    Return the parameter."""
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
         w, last = nn.Parameter(torch.zeros(1)), registry.coordinate["pipe"] == 1
         annotate(w, P(), f"w{int(last)}")

@@ -205,8 +205,8 @@ def mask(params: Iterable[Tensor]) -> None:
 
 
 def managed(mode: str, precision: Any, plain_at: tuple[int, int] | None) -> tuple[list[str], int, list[float]]:
-    """Run five windows of three micro-batches with ``loss.backward()`` for one micro-batch. Return errors, steps
-    and weights."""
+    """Run five windows of three micro-batches, with ``loss.backward()`` in the (window, micro-batch) ``plain_at``. Return
+    errors, the number of steps, and weights."""
     options = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = small()

@@ -41,7 +41,7 @@ class CountedReads(TorchDispatchMode):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The current time for Monitor; change its only element."""
+    """Replace the clock of Monitor. The only element of the returned list is the current time."""
     now = [100.0]
     monkeypatch.setattr("meshstep.optim.telemetry.monitor.time.perf_counter", lambda: now[0])
     return now

@@ -14,8 +14,8 @@ from world import World
 
 
 def run(how: str) -> str:
-    """Run steps with a monitor that rank 0 alone creates before the first or the fourth step, or that rank 0 alone
-    calls."""
+    """Run steps with a monitor that only rank 0 creates, before the first or the fourth step, or that only rank 0 calls.
+    Return the error."""
     with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=5), exclusive_groups=True) as registry:
         w = parameter("w", 64, value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.1), registry)

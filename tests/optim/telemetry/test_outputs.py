@@ -205,7 +205,7 @@ def test_sparkline_of_constant_values_depends_on_value() -> None:
 
 
 def test_weights_and_biases_writer_makes_documented_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake checks the calls that the package documents; tests have no network."""
+    """A fake package records the calls, which must be those in the package's documentation. The test needs no network."""
     calls: list[Any] = []
 
     class Run:

@@ -266,7 +266,8 @@ def test_telemetry_rejects_invalid_arguments(options: dict[str, Any], said: str)
 
 
 def refused(options: dict[str, Any], every: int) -> str:
-    """Return the error on this rank; ``every`` of 0 means another interval on each rank."""
+    """Return the text of the error that `Telemetry` raises on this rank (empty: none). If ``every`` is 0, each rank
+    gives a different interval."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)
         declare(model, {"*": P()})

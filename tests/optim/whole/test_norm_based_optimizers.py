@@ -301,7 +301,7 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
 def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense(world: World, state: str) -> None:
-    """A complete shard in a large bucket is flat, as in buckets of the usual size."""
+    """With the usual bucket size, the slice of a rank contains complete shards as flat tensors."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)
     for index, (name, make) in enumerate(OPTIMIZERS.items()):

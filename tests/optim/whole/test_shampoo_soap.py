@@ -314,7 +314,8 @@ def test_owner_rank_optimizers_resume_bitwise_on_another_layout(world: World, tm
 
 
 def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
-    """Return the result of a run that reloads its own `state_dict` into a new optimizer on each rank."""
+    """Return this rank's shards after ten steps. If ``reload``, each rank loads its own `state_dict` into a new optimizer
+    before the sixth step."""
     layout, options = LAYOUTS["data x tensor"], STATES["ZeRO-1"]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, dtype)
@@ -344,7 +345,7 @@ def test_owner_rank_optimizers_resume_from_own_state_dict(world: World) -> None:
 
 
 def later_group(kind: str) -> list[str]:
-    """Add a group after states exist; existing states must stay on their owner ranks."""
+    """Add a group after states exist; existing states must stay on their owner ranks. Return the states of this rank."""
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)

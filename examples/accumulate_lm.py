@@ -7,11 +7,11 @@
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --topology data=2,cp=2
     torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --topology data=2 --micro-batches 8
 
-On each data rank, a batch is divided into K micro-batches with different numbers of tokens. Each micro-batch passes the sum
-of its losses with its number of tokens as weight, and the step uses the mean over all tokens. So the loss curve is the same
-for every K and topology. The vocabulary is sharded over `tensor`: one table is embedding and classifier, and no rank holds
-the logits of all bytes. Paragraphs are sharded over `cp`; within attention, heads are sharded instead. The text is the
-topics of pydoc, which come with Python.
+On each data rank, `--accumulate K` divides a batch into K micro-batches with different numbers of tokens. Each
+micro-batch passes the sum of its losses with its number of tokens as weight, and the step uses the mean over all
+tokens. So the loss curve is the same for every K and topology. The vocabulary is sharded over `tensor`: one table is
+embedding and classifier, and no rank holds the logits of all bytes. Paragraphs are sharded over `cp`; within attention,
+heads are sharded instead. The text is the topics of pydoc, which come with Python.
 
 With `--micro-batches N` the batch of all data ranks has N micro-batches, whose gradients are summed in an order that does
 not depend on the number of data ranks. The printed hash of the state is then the same on 1, 2, 4 or 8 of them.
@@ -86,7 +86,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, it does not divide the model, or a checkpoint does not fit.
+        ValueError: There are no layers for the topology, its sizes do not divide those of the model, or a checkpoint
+            does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -218,7 +219,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
 
 
 def take_micro_batches(options: argparse.Namespace) -> None:
-    """Set the micro-batches per rank, ``accumulate``, by ``--micro-batches``.
+    """Set ``accumulate``, the number of micro-batches per data rank, from ``--micro-batches``.
 
     Raises:
         ValueError: ``--micro-batches`` does not fit the other flags.

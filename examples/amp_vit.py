@@ -86,8 +86,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, it does not divide the model, there are no images, or a
-            checkpoint does not fit.
+        ValueError: There are no layers for the topology, its sizes do not divide those of the model, there are no
+            images, or a checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -103,7 +103,7 @@ class Trainer:
         self.loader, self.test_loader = make_loaders(options, booster)
         tokens = (options.image_size // PATCH) ** 2
         classes = len(self.loader.dataset.dataset.categories)  # type: ignore[attr-defined]
-        # 101 classes are divisible by no axis, so add classes without samples.
+        # 101 is a prime number, so add classes without samples, up to a multiple of 32.
         classes += -classes % 32
         torch.manual_seed(options.seed)
         model = PatchTransformer(
@@ -129,13 +129,14 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield micro-batches. `step` and `zero_grad` do nothing before the last micro-batch of a batch."""
+        """Yield micro-batches. In a batch, `step` acts only after the last micro-batch and `zero_grad` only before the
+        first."""
         for images, labels in self.run.batches(self.loader):
             count = self.options.accumulate
             yield from zip(images.chunk(count), labels.chunk(count), strict=True)
 
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's shard of a batch of its data rank, in patches."""
+        """Return this rank's shard of its data rank's batch: patches and labels."""
         patches = rearrange(images, "n c (row p) (col q) -> n (row col) (p q c)", p=PATCH, q=PATCH)
         rows, columns = self.layers.input_axes
         patches = shard(patches, P(rows, None, columns), self.registry)

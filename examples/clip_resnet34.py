@@ -109,7 +109,8 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield micro-batches. `step` does nothing before the last micro-batch of a batch."""
+        """Yield micro-batches. In a batch, `step` acts only after the last micro-batch and `zero_grad` only before the
+        first."""
         for batch in self.run.batches(self.loader):
             images, labels = self.to_device(*batch)
             yield from zip(images.chunk(self.options.accumulate), labels.chunk(self.options.accumulate), strict=True)
@@ -135,7 +136,7 @@ class Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Train and test, with a progress bar and results on rank 0."""
+    """Test, train and test, with a progress bar and results on rank 0."""
     before = trainer.test()
     trainer.train()
     after, skipped, steps, options = trainer.test(), trainer.optimizer.skipped_steps, trainer.run, trainer.options

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error, in one line if a package of the extra is not installed."""
+    """Print an uncaught error, in one line if a package of the extra ``examples`` is not installed."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package not in EXTRA:
         sys.__excepthook__(kind, error, trace)
@@ -51,7 +51,7 @@ sys.excepthook = explain_missing_package  # scripts import this module before th
 
 # Flags ------------------------------------------------------------------------------------------------------------------
 
-# Axes of layers in two dimensions or more that shard the batch too.
+# Model axes of 2-D, 2.5-D and 3-D layers that shard the batch too.
 SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
 
 
@@ -100,7 +100,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def add_steps(parser: argparse._ActionsContainer, steps: int | None) -> None:
-    """Add ``--steps``. Default: ``steps``, or None for the steps of ``--epochs``."""
+    """Add ``--steps``, with the default ``steps``. None: as many steps as ``--epochs`` have."""
     default = "as many as --epochs have" if steps is None else "%(default)s"
     parser.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"training steps (default: {default})")
 
@@ -115,7 +115,8 @@ def add_training_flags(
     epochs: int | None = None,
     accumulate: int = 1,
 ) -> None:
-    """Add the flags of a training script with its defaults. The length is ``steps``, or ``epochs`` over the data."""
+    """Add the flags of a training script, with these defaults. It trains for ``steps`` steps, or ``epochs`` times over
+    the data."""
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     add_steps(length, steps)
@@ -246,7 +247,8 @@ def _told_by_one_rank(rank: int) -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Print the message last: torchrun prints a report of the failure at the end, which quotes this file."""
+    """Print the message as the last text: under torchrun, write it to the file that torchrun quotes in its final
+    report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         about: dict[str, Any] = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

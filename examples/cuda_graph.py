@@ -45,7 +45,8 @@ class GraphedStep:
         return self._outputs
 
     def _warm_up(self, inputs: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Run the step on a side stream, because autograd returns to the stream of the first use."""
+        """Run the step on a side stream: autograd keeps using the stream of the first step, and the default one can't
+        be captured."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

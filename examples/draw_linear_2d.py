@@ -29,7 +29,7 @@ IN, OUT = 4, 4
 
 @dataclass(frozen=True)
 class Place:
-    """A registry of one rank for `shard`, without processes."""
+    """The part of a registry that `shard` needs, for one rank, without processes."""
 
     topology: Topology
     rank: int
@@ -53,7 +53,8 @@ class Held(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter on the grid: the shard of each rank, the axes of its sum, and the groups of ranks that are summed."""
+    """A parameter on the grid: the shard of each rank, the axes over which its squared norm is summed, and the groups
+    of ranks along them."""
 
     title: str
     spec: P

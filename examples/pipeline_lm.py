@@ -5,9 +5,9 @@
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology pipe=2,tensor=2 --schedule 1f1b
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology data=2,pipe=2 --schedule zbv --zero 2
 
-torch provides the schedule. One table is the embedding of the first stage and the classifier of the last stage, which are
-on two ranks, or on one rank (`zbv`). A micro-batch passes the sum of its losses, and the step uses the mean over all
-tokens. So the loss curve is the same for every schedule, number of micro-batches and topology.
+torch provides the schedule. One table is the embedding of the first stage and the classifier of the last stage, which
+are on two ranks, or on one rank (`zbv`, or `pipe=1`). A micro-batch passes the sum of its losses, and the step uses the
+mean over all tokens. So the loss curve is the same for every schedule, number of micro-batches and topology.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Part(nn.Module):
-    """The stages of this rank, with the parameter names of the full model. The same seed draws the same weights.
+    """The stages of this rank, with the parameter names of the full model. The same seed draws the same weights for
+    every topology and schedule.
 
     Args:
         own: The stages of this rank, of ``stages`` in total.
@@ -170,7 +171,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, it does not divide the model, or a checkpoint does not fit.
+        ValueError: There are no layers for the topology, its sizes do not divide those of the model, or a checkpoint
+            does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:

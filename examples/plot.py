@@ -29,7 +29,7 @@ def draw(
     """Return an SVG with one panel per curve, over the steps.
 
     Args:
-        beside: (step, value) points of another run by name of the curve, drawn in grey below it.
+        beside: (step, value) points of another run by name of the curve, drawn in grey in the same panel.
     """
     width, height = WIDTH + 2 * MARGIN, len(curves) * (HEIGHT + MARGIN) + MARGIN
     parts = [

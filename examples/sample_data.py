@@ -4,7 +4,7 @@ The images come from scikit-learn: handwritten digits in light ink on random cro
 torchvision read them:
 
     SampleCIFAR10(make_cifar10(root), train=True)  # 1440 images to train, 357 to test; 10 classes; 32 x 32
-    Caltech101(make_caltech101(root))              # 1200 images; 12 classes, the bare photographs two of them
+    Caltech101(make_caltech101(root))              # 1200 images; 12 classes: 10 digits, 2 photographs without digits
 
 Both functions do nothing if the files exist, and never leave incomplete files.
 """
@@ -86,7 +86,7 @@ def _write_caltech101(folder: Path) -> None:
 
 
 class Painter:
-    """Makes images [height, width, 3], always in the same order."""
+    """Makes images [height, width, 3] from a fixed seed: the same calls in the same order give the same images."""
 
     def __init__(self) -> None:
         self.photographs: list[Pixels] = load_sample_images().images  # china.jpg and flower.jpg, 427 x 640

@@ -113,8 +113,8 @@ class Trainer:
     """Model, optimizer and schedule of one run, and a record of its steps.
 
     Raises:
-        ValueError: There are no layers for the topology, it does not divide the samples or the model, or a checkpoint
-            does not fit.
+        ValueError: There are no layers for the topology, its sizes do not divide the test samples or the sizes of the
+            model, or a checkpoint does not fit.
     """
 
     dtype = torch.float32

@@ -97,7 +97,7 @@ class Run:
             per_step: Batches of the loader per step.
         """
         start, per_epoch = time.perf_counter(), -(-len(loader) // per_step)
-        # Counts steps, so that it is right for any --accumulate.
+        # The position follows from the number of steps, so it is right for any --accumulate.
         loader.load_state_dict(loader.state_after(self.done // per_epoch, self.done % per_epoch * per_step))
         total = max(self.steps, self.done)
         with tqdm(total=total, initial=self.done, unit="step", disable=not self.is_first) as self._bar:
@@ -109,12 +109,12 @@ class Run:
         self.seconds = time.perf_counter() - start
 
     def note(self, stats: GradStats | None, loss: Tensor | None, count: int) -> None:
-        """Record the results of a batch, and save a checkpoint if it is due.
+        """Record the results of a micro-batch, and save a checkpoint if it is due.
 
         Args:
-            stats: Result of `step`; None within an accumulation window.
+            stats: Result of `step`; None before the last micro-batch of an accumulation window.
             loss: The loss; None on a rank without a loss.
-            count: Number of items in the batch.
+            count: Number of items in the micro-batch.
         """
         self.monitor(stats, loss, count)
         if stats is None:

@@ -54,7 +54,8 @@ class MixtureTransformer(PatchTransformer):
 
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor] | None:
-    """Return the full parameters of the dense model by name, on the CPU of rank 0, else None. Call it on all ranks."""
+    """Return the full parameters of the dense model by name, on the CPU of rank 0; None on other ranks. Call it on all
+    ranks."""
     held = {name: (spec_of(param), param.detach().cpu()) for name, param in model.named_parameters()}
     everybody: list[Any] = [held] * registry.topology.world_size
     if len(everybody) > 1:

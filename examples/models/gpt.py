@@ -68,7 +68,8 @@ class GPT(nn.Module):
     """Bytes [batch, token] -> logits of the next byte [batch, local token, local vocabulary].
 
     Raises:
-        ValueError: The topology has an axis other than data, cp and tensor, or does not divide the model.
+        ValueError: The topology has an axis other than data, cp and tensor, or its sizes do not divide those of the
+            model.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, heads: int, depth: int) -> None:

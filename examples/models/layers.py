@@ -114,7 +114,7 @@ class Layers2D(DenseLayers):
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
     depth: str | None = None  # the axis along which there are several grids
-    classes: int | None = None  # need not be divisible by the size of `col`
+    classes: int | None = None  # of the classifier; need not be divisible by the size of `col`
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         self.registry = registry

@@ -214,7 +214,8 @@ class Mixture(nn.Module):
 
 
 class DenseMixture(Mixture):
-    """A mixture with dense dispatch: each expert computes all tokens, and scores of 0 exclude the others."""
+    """A mixture with dense dispatch: each expert computes all tokens, with a score of 0 for tokens that did not choose
+    it."""
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:
         scores = torch.zeros_like(tokens[:, :1]).expand(-1, self.shape.experts)

@@ -66,7 +66,7 @@ def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dty
     """Return a ResNet-34: images [batch, 3, height, width] of the data rank -> logits [batch, classes].
 
     Raises:
-        ValueError: The topology has a model axis other than tensor.
+        ValueError: The topology has an axis other than tensor and the data axes.
     """
     strange = [axis for axis in registry.topology.axes if axis not in ("tensor", *registry.topology.data_axes)]
     if strange:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class SplitSequence:
-    """The tokens of a sequence on each rank: as equal as possible, first ranks have one more; all tokens without `cp`."""
+    """The tokens of a sequence on each rank: numbers differ by at most one, first ranks have more. Without `cp`: all
+    tokens."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         topology = registry.topology

@@ -54,7 +54,7 @@ def test_step_equals_the_dense_network(ranks: Ranks, forget_sum: bool, topology:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
 def test_prove_finds_no_wrong_gradient(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
-    """This test needs no dense network."""
+    """`prove` needs no dense reference: DenseNet only draws the weights."""
     ranks.run(is_proved, topology.world_size, topology, forget_sum)
 
 

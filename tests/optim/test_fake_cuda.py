@@ -273,8 +273,8 @@ def waits_unsaid(log: Log, placed: str) -> list[str]:
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 
 
-# Of the collectives in use, gloo copies these via pinned memory if given CUDA tensors. It does not do so for send and
-# recv; for coalesced ones, used by torch's functional collectives, it would read device memory on the host.
+# In these collectives, gloo copies CUDA tensors through pinned memory. It does not in send and recv. In coalesced
+# collectives, which torch's functional collectives use, it would read device memory on the host.
 GLOO_COPIES = {
     f"c10d.{name}.default"
     for name in ("allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_")
@@ -451,7 +451,7 @@ def test_capture_with_collectives_on_host_raises() -> None:
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
 @pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
 def test_number_of_gradient_kernels_is_independent_of_parameter_count(placed: str, mode: str) -> None:
-    """Gradients are scaled, cast, packed into buckets, unpacked, and added to those of the previous micro-batch."""
+    """The kernels scale and cast gradients, pack and unpack buckets, and add gradients of micro-batches."""
     options = {**PLACED[placed], "max_norm": 1.0, "accumulation_steps": 2}
     few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count)[-1] for count in (2, 20))
     planted = "aten.ones_like.default"  # a gradient

@@ -79,7 +79,7 @@ class Run:
         tokens = torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         mine = shard(tokens, P(("data", "tensor")), self.registry)
         self.optimizer.zero_grad()
-        # The mean over the tokens of a data coordinate, of which this is one term; the optimizer averages over data.
+        # This rank's term of the mean over the tokens of its data coordinate. The optimizer averages over data.
         self.optimizer.backward(self.model(mine) * self.registry.size("data") / TOKENS)
         return float(self.optimizer.step().total_norm)
 

@@ -145,6 +145,6 @@ def test_mesh_dims_of_fully_shard_are_data_axes_whatever_their_names(
 
 
 def test_fully_shard_over_an_axis_declared_model_differs_from_weighted_mean(world: World) -> None:
-    """Negative control of the test above: over a model axis, each rank divides by the weight of its own samples only."""
+    """Negative control of the weighted mean: over a model axis, each rank divides by the weight of its own samples only."""
     for error, _ in world.run(2, weighted_error, ("x",), "model"):
         assert error > 1e-3

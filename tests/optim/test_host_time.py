@@ -1,4 +1,5 @@
-"""Python calls per parameter: a warm step needs no more than torch's clipping and step, and construction is linear."""
+"""Python calls per parameter: a warm float32 step needs no more than torch's clipping and step, a step with master
+weights at most four times as many, and construction is linear."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_save_raises_if_another_run_saves_to_directory_meanwhile(
 def replaced_while_read(path: Path, place: str) -> Any:
     """Replace the checkpoint while it is being loaded, at a point that all ranks reach together.
 
-    Return what was loaded.
+    Return the extra value that was loaded.
     """
     writer, reader = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
     save_checkpoint(path, writer.model, writer.optimizer, extra=1)
@@ -227,7 +227,7 @@ def save_run(path: Path) -> None:
 
 
 def load_model(path: Path, axes: Axes) -> tuple[bool, Any]:
-    """Return whether loading only the model gives the same tensors as a full load, and the extra value."""
+    """Return whether loading only the model gives the tensors of a full load, and the extra value of the checkpoint."""
     one, other = Run(axes, "bf16", seed=6), Run(axes, "bf16", seed=7)
     for run in (one, other):
         run.model.register_buffer("seen", torch.tensor([0, 0]))

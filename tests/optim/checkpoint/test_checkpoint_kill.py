@@ -77,7 +77,7 @@ _expected: dict[str, list[dict[str, Any]]] = {}
 
 
 def expected(case: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of the uninterrupted run."""
+    """Return the results of all ranks of the uninterrupted run."""
     if case not in _expected:
         _expected[case] = Run(replace(CASES[case], directory=str(tmp_path_factory.mktemp("whole")))).finish()
     return _expected[case]

@@ -1,7 +1,7 @@
 """Checkpoints in which the shards of one tensor made different numbers of steps, or none.
 
 Version 0.2 wrote such checkpoints: it did not step a shard without a gradient. Now all shards of a tensor are stepped or
-none, so these tests turn that off.
+none. These tests disable this rule to write such checkpoints.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_merging_expert_without_state_fills_zeros_and_warns(world: World, tmp_pa
 
 
 def test_state_created_by_skipped_step_counts_as_no_state(world: World, tmp_path: Path) -> None:
-    """Otherwise its 0 steps would be the lowest count, and all bias corrections would restart."""
+    """If it counted, its 0 steps would be the lowest count, and all bias corrections would restart."""
     busy, idle = world.run(2, save, tmp_path, "AdamW, fused", 0, FIRST - 1)
     assert (busy["step"], idle["step"]) == (5, 0)
     (found,) = load(tmp_path, ONE, "AdamW, fused", r"weight \(no state yet\)")

@@ -313,7 +313,7 @@ def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, 
 
 
 def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
-    """This control shows that the previous test detects the layout error, not another mistake in the wrong rule."""
+    """Without sharding the wrong rule is right, so the test above detects the layout error and no other mistake."""
     wrong = [told[0] for told in world.run(1, trained, CONFIGS["one rank"], [ByLocalNorms()])]
     assert_as_dense(wrong, ByLocalNorms(), CONFIGS["one rank"], "one rank", dense_rule=PerParameter(3.0))
 
@@ -573,7 +573,7 @@ def test_rule_can_be_changed_between_steps(world: World, name: str) -> None:
 def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float) -> tuple[list[Told], str]:
     """Give group 1 its own threshold and group 0 none; then change the threshold of group 1.
 
-    Return the results for each threshold, and the rule in ``optimizer.max_norm`` as text.
+    Return this rank's shards after the step with each threshold, and the rule in ``optimizer.max_norm`` as text.
     """
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:

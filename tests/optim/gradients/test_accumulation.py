@@ -125,7 +125,7 @@ def dense_window(total: int) -> tuple[float, Tensor]:
 UNEQUAL = [[5, 1, 2], [1, 1, 9]]
 
 
-@pytest.mark.default_cases(3)  # only the mesh with a tensor axis shares a weight among ranks
+@pytest.mark.default_cases(3)  # only on the mesh with a tensor axis do several ranks give the weight of one micro-batch
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
 def test_weighted_micro_batches_give_mean_over_all_samples(world: World, axes: tuple[tuple[str, int], ...]) -> None:
     norm, gradient = dense_window(19)

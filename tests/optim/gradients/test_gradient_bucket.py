@@ -24,7 +24,7 @@ from world import World
 
 
 class Seen(CommHook):
-    """Reduces on this rank only, and keeps the flat buffers that it gets."""
+    """Records the flat buffers that it gets, and reduces nothing."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
@@ -76,7 +76,7 @@ def test_parameter_frozen_after_bucket_was_made_gets_no_gradient() -> None:
 
 
 def test_trained_parameter_without_gradient_gets_the_sum() -> None:
-    """Negative control of the test above."""
+    """Negative control of the test above: the parameter is not frozen."""
     params = with_gradients(4, 4)
     bucket = bucket_of(params, Seen())
     params[1].grad = None

@@ -80,7 +80,8 @@ def test_nonfinite_element_of_one_replica_makes_norm_nonfinite_on_all_ranks(
 
 
 def tied_norm(p: float, reduction: Reduction) -> float:
-    """Return the norm of a tied parameter, whose replica on the second stage does not count, and of one per stage."""
+    """Return the norm of a tied parameter, whose replica on the second stage does not count, and one parameter per
+    stage."""
     topology = Topology(pipe=2)
     with ProcessGroupRegistry(topology) as registry:
         entries = [ParameterEntry("tied", P(tied={"pipe": (0, 1)}), (3,)), ParameterEntry("own", P(), (2,))]
@@ -95,7 +96,7 @@ def test_tied_parameter_counts_once(world: World, p: float, reduction: Reduction
 
 
 def norms_by_name() -> dict[str, float]:
-    """Return the norm of each parameter, where the second rank has its parameters in another order."""
+    """Return the norm of each parameter. The second rank has its parameters in the opposite order of their names."""
     topology = Topology(pipe=2)
     with ProcessGroupRegistry(topology) as registry:
         names = [["a", "b"], ["d", "c"]][registry.global_rank]
@@ -163,7 +164,7 @@ def test_full_shape_is_not_multiplied_by_axes_of_the_device_mesh_of_a_dtensor() 
 
 
 def names_of_stages() -> tuple[tuple[str, ...], tuple[object, ...]]:
-    """Return names and shapes, where both stages have a parameter "layer" of another shape, and a tied "embed"."""
+    """Return names and shapes of a plan in which each stage has a "layer" of a different shape, and the tied "embed"."""
     topology = Topology(pipe=2)
     with ProcessGroupRegistry(topology) as registry:
         tied = ParameterEntry("embed", P(tied={"pipe": (0, 1)}), (5,), full_shape=(5,))

@@ -36,7 +36,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that both packages are imported."""
+    """Register fake modules of accelerate and transformers, which contain the classes of this file."""
     for module, kind in (("accelerate.optimizer", AcceleratedOptimizer), ("transformers.trainer", Trainer)):
         fake = ModuleType(module)
         setattr(fake, kind.__name__, kind)

@@ -1,5 +1,5 @@
-"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, tied or not, sharded or not, in
-fp16."""
+"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, with and without tied parameters,
+fully_shard, ZeRO and tensor parallelism, in fp32, fp16 and bf16."""
 
 from __future__ import annotations
 

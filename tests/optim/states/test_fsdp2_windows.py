@@ -163,7 +163,10 @@ class Raises(torch.autograd.Function):
 
 
 def error_after_failed_backward() -> bool:
-    """torch itself would go on with wrong gradients: unsharded and not averaged, or None."""
+    """Call backward again after it raised within a `fully_shard` module. Return True if this raises.
+
+    torch alone would continue with wrong gradients: unsharded and not averaged, or None.
+    """
     with registry_of((("data", 2),)) as registry:
         net = sharded_net(registry)
         options = arguments(max_norm=0.3, data_parallel=net)

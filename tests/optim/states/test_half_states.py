@@ -307,7 +307,8 @@ def test_existing_states_and_added_groups_are_converted_to_half_states() -> None
 
 
 def states_of_shards() -> list[list[int]]:
-    """Return the bits of a moment, whose values are equal on all ranks, of a sharded and a replicated parameter."""
+    """Return the bits of the first moment of a sharded and of a replicated parameter. Before the rounding to bfloat16,
+    the values are equal on all ranks."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         params = {name: torch.nn.Parameter(torch.zeros(64)) for name in ("shard", "copy")}
         annotate(params["shard"], P("tensor"), "shard")

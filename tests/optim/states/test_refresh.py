@@ -166,7 +166,7 @@ def optimizers_of(how: str, model: nn.Module) -> Any:
 
 
 def unfreeze_layers(how: str, ranks: int) -> tuple[list[Tensor], list[float]]:
-    """Train the last layer, then both, then the first, then both, with a schedule of one rate per group.
+    """Train the last layer, then both, then the first, then both, one step each, with a torch schedule.
 
     Returns:
         The full weights after the last step, and the learning rates.

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[int, str]]:
-    """Return the warnings with the step in which they came."""
+    """Return the warnings with the step that raised them."""
     options = OPTIONS[option]
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings(record=True) as caught:

@@ -172,7 +172,7 @@ def test_loaded_master_weights_are_copied_to_model_on_all_ranks(world: World) ->
 def late(options: dict[str, Any]) -> dict[str, Tensor]:
     """Wrap an optimizer that has already stepped, and add a param group later.
 
-    Return the parameters, and their norms.
+    Return the parameters, and the gradient norm of each.
     """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry)

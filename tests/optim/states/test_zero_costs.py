@@ -107,7 +107,7 @@ def test_zero2_reduces_buckets_during_backward_in_same_order_on_all_ranks(world:
 
 
 def bytes_of_kept_gradients() -> tuple[int, int]:
-    """Return the bytes of the storages of the sharded gradients after backward, and of the full gradients."""
+    """Return the bytes of the storages that hold the gradient slices of ZeRO-2 after backward, and of full gradients."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = wide_model()
         states = Sharded("tensor", gradients=True)

@@ -1,4 +1,4 @@
-"""Ranks with different settings or different initial weights raise before the first step."""
+"""Ranks with different settings raise at construction, and ranks with different initial weights in the first step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Experts in a `DistributedDataParallel` are rejected: it would average different experts, or not divide ignored
-ones."""
+"""Experts in a `DistributedDataParallel` are rejected: it would average gradients of different experts, or, if it ignores
+the experts, not divide their gradients."""
 
 from __future__ import annotations
 

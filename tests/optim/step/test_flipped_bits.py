@@ -29,7 +29,7 @@ SOON = 3
 def flipped(
     name: str, what: What, parameter: str, bit: int, victim: int, at: int, lag: int = SOON
 ) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
-    """Return the mismatches, the step of the error, and whether state equals that of the comparing step.
+    """Return the mismatches, the step of the error, and whether weights and state are still those before the comparison.
 
     Step -1 means that the gradients were non-finite in the step of the flip. ``lag`` replaces `LAG`.
     """

@@ -246,7 +246,7 @@ def test_small_updates_are_applied_on_average_with_stochastic_rounding(stochasti
         precision=Bf16(stochastic_rounding=stochastic),
         max_norm=0.5 * 20000**0.5,
     )
-    for step in range(21):  # each by 5e-4, 1/8 unit in the last place; one step is skipped
+    for step in range(21):  # each moves weights by 5e-4, 1/8 unit in the last place; one is skipped
         weight.grad = torch.ones(20000, dtype=F32 if not stochastic else BF16)
         if step == 10:
             weight.grad[7] = torch.inf

@@ -79,7 +79,7 @@ def test_load_forgets_counts_that_are_on_their_way_to_the_host() -> None:
 
 
 def test_consecutive_count_is_read_lag_steps_later() -> None:
-    """Negative control of the test above: without the load, the error comes."""
+    """Negative control of the test above: without `load_state_dict`, `count` returns a reason."""
     monitor = SkipMonitor(torch.device("cpu"))
     found = count(monitor, [True] * (2 * LAG), most=LAG)
     assert [reason is None for reason in found] == [True] * (2 * LAG - 1) + [False]

@@ -155,7 +155,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             before anything is stepped.
             ``"first"`` (default): in the first step with a finite norm, also after parameters were added. This finds
             different seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
-            tensor-parallel ranks, and a replica declared sharded (ValueError).
+            tensor-parallel ranks, and a replica declared sharded (ValueError). If gradients of replicas are zero there, as
+            beside the zero factor of a LoRA adapter, the next step compares once more.
             True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
             synchronization per step.
             False: never, for replicas that may differ by rounding (see `align_replicas`).

@@ -390,6 +390,7 @@ class GradientClipper:
         self._exact = exact
         self._regions, self.checks, self.vote = list(regions), list(checks), vote
         self._shards = shards if self.checks else None
+        self._is_repeated = False  # True after the first comparison of replicas
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
@@ -576,35 +577,44 @@ class GradientClipper:
         }
         if self._shards is not None:
             compared["equal shards"] = self._shards.slots(numbers[0], self.checks[0].params, gradients)
+        if self.checks and not self._is_repeated and self._check_replicas is not True:
+            compared["zero gradients"] = self.checks[0].count_zero(gradients)
         pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
         norms = self._measurers[needs](gradients, pack.values, weights)
         if needs.level == "named":
             norms = self._add_named_norms(needs, norms)
         sums = pack.split(norms.extra)
         if compared:
-            self._compare(norms.total, [sums[name] for name in compared])
+            self._compare(norms.total, {name: sums[name] for name in compared})
         return norms, sums
 
-    def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
+    def _compare(self, total: Tensor, sums: Mapping[str, Tensor]) -> None:
         """Raise ReplicaMismatchError if replicas differ, ValueError if shards are replicas. Host synchronization: one.
 
-        After a successful comparison, remove the checks that run only once.
+        After a successful comparison, remove the checks that run only once. If the gradients of some replicas were zero,
+        run these checks once more in the next measurement: beside the zero factor of a new LoRA adapter, the gradient of
+        the other factor is zero in the first step, so a missing sum of it shows in the second step.
 
         Args:
             total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.
-            sums: The results of `ReplicaCheck.slots` per check, and of `EqualShards.slots`, summed over all ranks.
+            sums: By the name of the packed field, the results of `ReplicaCheck.slots` per check, of `EqualShards.slots`
+                and of `ReplicaCheck.count_zero`, summed over all ranks.
         """
-        total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
+        total, *parts = torch.cat([total.view(1), *sums.values()]).cpu().split([1, *map(len, sums.values())])
+        totals = dict(zip(sums, parts, strict=True))
         # After an overflow, gradients of replicas may differ, so the next step is compared instead.
         always = self._check_replicas is True
         if always or bool(total.isfinite()):
-            found = (check.mismatches(slots) for check, slots in zip(self.checks, totals, strict=False))
+            slots = [totals[f"replicas {index}"] for index in range(len(self.checks))]
+            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, slots, strict=True))
             if mismatches := [mismatch for per_check in found for mismatch in per_check]:
                 raise ReplicaMismatchError(mismatches)
             if self._shards is not None:
-                self._shards.check(totals[-1])
+                self._shards.check(totals["equal shards"])
                 self._shards = None
-            self.checks = self.checks if always else []
+            repeats = "zero gradients" in totals and bool(totals["zero gradients"] > 0)
+            self._is_repeated = True
+            self.checks = self.checks if always or repeats else []
 
     def _make_global_norm(self, needs: MeasurementSpec) -> GlobalNorm:
         if self._exact:

@@ -151,6 +151,20 @@ class ReplicaCheck:
             columns.append(self._combine_states(found[2 * size :], [len(of_entry) for of_entry in states]))
         return torch.stack(columns, dim=1)
 
+    def count_zero(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the number of replicated entries with a gradient of zeros, [1] float64 on the device of the slots.
+
+        Args:
+            gradients: One gradient, or None, per entry of the plan.
+        Host synchronization: none if all tensors are on the device of the slots.
+        """
+        flags = [
+            (gradient == 0).all().to(self.device, torch.float64)
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and gradient.layout == torch.strided and self.copied_over(index)
+        ]
+        return torch.stack(flags).sum().view(1) if flags else torch.zeros(1, dtype=torch.float64, device=self.device)
+
     def _combine_states(self, sums: Tensor, counts: Sequence[int]) -> Tensor:
         """Return one hash of all states per entry, [entries] int64.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lora_models import MAX_NORM, Options, adapted, full_weights, one_step, optimizer_of, reference
+from meshstep.optim import ReplicaMismatchError
 from meshstep.parallel import (
     ColumnParallelLinear,
     LoRA,
@@ -209,3 +210,37 @@ def test_layers_without_derivable_layout_are_rejected(world: World) -> None:
         assert "is a LayerNorm without a weight of two dims" in kind
         assert "Sequential has no adapter: no module has lora_A and lora_B" in none
         assert "but an adapter needs a weight that every rank holds" in owned
+
+
+# The optimizer's comparison of replicas -------------------------------------------------------------------------------
+
+
+def stepped(wrong: tuple[str, str], rules: dict[str, P]) -> str:
+    """Return the error of the first three steps, with the number of the step."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = pairs(registry, wrong)
+        declare(model, rules)
+        optimizer = optimizer_of(model, registry)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model))
+            try:
+                optimizer.step()
+            except ReplicaMismatchError as error:
+                return f"step {step}: {error}"
+        return "no error"
+
+
+def test_steps_name_factors_whose_gradients_are_not_summed(world: World) -> None:
+    """The gradient of A is zero in the first step, because B is zero then; the second step compares again."""
+    for error in world.run(2, stepped, ("no sum", ""), {}):
+        assert error.startswith("step 1: "), error
+        assert "1.A: the gradient differs along axis 'tensor'" in error
+    assert world.run(2, stepped, ("", ""), {}) == ["no error"] * 2
+
+
+def test_first_step_names_shard_of_factor_that_is_declared_replicated(world: World) -> None:
+    """Declared so, a checkpoint would have one rank's part of B."""
+    for error in world.run(2, stepped, ("", ""), {"1.B": P()}):
+        assert error.startswith("step 0: "), error
+        assert "1.B: the gradient differs along axis 'tensor'" in error

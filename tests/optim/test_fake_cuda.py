@@ -304,7 +304,7 @@ MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> None:
-    """The test checks the collectives of all layers in forward and backward."""
+    """Layers use no other collectives in forward and backward."""
     with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
         over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
         with logging() as log:

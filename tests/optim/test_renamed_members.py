@@ -318,7 +318,7 @@ def test_transform_with_former_tensor_list_signature_works_and_warns() -> None:
 
 
 def test_documentation_uses_no_former_name() -> None:
-    """Only CHANGELOG.md and FORMER_NAMES.md contain former names of objects, members and arguments."""
+    """Of the Markdown pages, only CHANGELOG.md and FORMER_NAMES.md contain former names."""
     root = Path(__file__).parents[2]
     objects = "|".join(name for names in OBJECTS.values() for name in names)
     members = "|".join({name for names in MEMBERS.values() for name in names} - {"of"})  # `ReductionPlan.of` is current

@@ -255,8 +255,8 @@ def test_random_states_are_restored_on_same_mesh_only(world: World, tmp_path: Pa
 
 
 def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
-    """Run two steps of a model in `DistributedDataParallel`, `fully_shard` or neither, with a checkpoint before the
-    second.
+    """Run two steps of a model in `DistributedDataParallel`, `fully_shard` or neither, and save before the second step. If
+    ``save`` is False, load instead, and run the second step only.
 
     Return the full parameters.
     """

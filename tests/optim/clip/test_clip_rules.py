@@ -127,7 +127,7 @@ CONFIGS = {
 
 @dataclass
 class Told:
-    """Results of one rank after some steps with a rule."""
+    """This rank's shards, bits of the reported numbers, norms and clip coefficients after some steps with a rule."""
 
     parts: list[Part]
     bits: list[bytes]

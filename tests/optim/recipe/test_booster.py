@@ -179,7 +179,7 @@ ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 0.3, "fp16_naive": 0.05, "fp16_a
 
 
 def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -> list[tuple[Tensor, int]]:
-    """Return the update of the full weights and the skipped steps for each form of data parallelism."""
+    """Return the update of the full weights and the number of skipped steps for each form of data parallelism."""
     found = []
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         for mode in modes:

@@ -184,7 +184,8 @@ def test_backward_of_scale_loss_matches_optimizer_backward(mode: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_scaled_fp16_loss_does_not_overflow(fused: bool) -> None:
-    """The loss times the scale would overflow fp16. The gradient of 2^16 overflows once, so the scale halves once."""
+    """The scaled loss is in float32. The gradient of the float16 loss is the scale, and 2^16 overflows in float16, so the
+    first step is skipped and the scale halves once."""
     model = nn.Linear(3, 1, bias=False, dtype=F16)
     nn.init.constant_(model.weight, 0.5)
     optimizer = ParallelOptimizer(

@@ -140,7 +140,7 @@ def test_monitor_rejects_invalid_interval(every: Any) -> None:
 
 
 def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
-    """Train with 3 + d samples per step and loss 10 + d on data coordinate d; only the last stage has the loss.
+    """Train two steps. Data coordinate d gives the monitor 3 + d samples per step and, on the last stage, loss 10 + d.
 
     Return the reports, and the last norm.
     """

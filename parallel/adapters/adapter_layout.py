@@ -281,8 +281,8 @@ def layout_of(
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(base, DiagonalTable):
         raise ValueError(
-            f"{name} is a {type(base).__name__} without a weight of two dims that every rank holds; adapt linear layers "
-            "and embeddings with LoRA, and tensors of several experts with ParameterLoRA"
+            f"{name} is a {type(base).__name__} without a weight of two dims that every rank holds; LoRA adapts "
+            "linear layers and embeddings, so leave this layer out, or write an adapter of your own"
         )
     topology = registry.topology
     # `fully_shard` gathers weights for the forward, so the layer computes without the data axes of a DTensor.

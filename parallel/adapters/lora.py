@@ -1,4 +1,4 @@
-"""LoRA adapters on sharded layers: `LoRA` beside a linear layer or an embedding, `ParameterLoRA` on tensors of experts.
+"""LoRA adapters beside linear layers and embeddings, sharded like these: `LoRA` and `add_lora`.
 
 References: Hu et al. 2021 (LoRA), arXiv:2106.09685; Kalajdzievski 2023 (rsLoRA), arXiv:2312.03732; Liu et al. 2024 (DoRA),
 arXiv:2402.09353.

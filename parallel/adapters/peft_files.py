@@ -177,7 +177,7 @@ def _specs(adapter: Adapter, registry: ProcessGroupRegistry) -> dict[str, tuple[
     module = adapter.module
     if isinstance(module, LoRA) and module._layout.stacked:
         raise ValueError(
-            f"{adapter.name} has different experts along {' x '.join(module._layout.stacked)}, which PEFT's files cannot "
+            f"{adapter.name} has different experts along {' x '.join(module._layout.stacked)}, which PEFT's files can't "
             "describe; use save_checkpoint"
         )
     is_embedding = hasattr(adapter.base, "num_embeddings")

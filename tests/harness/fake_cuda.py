@@ -74,7 +74,7 @@ class _Logging(TorchDispatchMode):
         name, reads, copies, launches = _kind(func)
         before = {device_of(tensor).type for tensor in tensors_of((args, kwargs))}
         if reads and "cuda" in before:
-            self.log.waits.append(f"{name} {_place()}")
+            self.log.waits.append(f"{name} {innermost_calls()}")
         if name.startswith("c10d."):
             self.log.collectives += [(name, device) for device in before]
         # torch has no fake kernel for an update with a tensor learning rate. It only changes elements: nothing to do.
@@ -82,7 +82,7 @@ class _Logging(TorchDispatchMode):
         result = None if update else func(*args, **(kwargs or {}))
         after = {device_of(tensor).type for tensor in tensors_of(result)}
         if copies and len(before | after) == 2:
-            self.log.transfers.append(f"{name} between devices {_place()}")
+            self.log.transfers.append(f"{name} between devices {innermost_calls()}")
             if not self._without_waiting(args, kwargs or {}):
                 self.log.waits.append(self.log.transfers[-1])
         if launches and "cuda" in before | after:
@@ -96,7 +96,7 @@ class _Logging(TorchDispatchMode):
         return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors_of(args))
 
 
-def _place() -> str:
+def innermost_calls() -> str:
     """Return the two innermost stack frames within the library. (`traceback.extract_stack` would read each source
     file.)"""
     files = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
@@ -104,7 +104,7 @@ def _place() -> str:
     return "; ".join(reversed(inner))
 
 
-class _Generator(torch.Generator):
+class GeneratorOfAnyDevice(torch.Generator):
     """A generator for any device: random numbers of fake tensors are never drawn."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -116,7 +116,7 @@ class _Stream:
         self.log = log
 
     def synchronize(self) -> None:
-        self.log.append(f"synchronize {_place()}")
+        self.log.append(f"synchronize {innermost_calls()}")
 
 
 class _Event(_Stream):
@@ -156,7 +156,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
     def equal(one: Tensor, other: Tensor) -> bool:
         """Act like `torch.equal` on tensors of one shape whose elements were never written."""
         if "cuda" in (one.device.type, other.device.type):
-            waits.append(f"aten.equal {_place()}")
+            waits.append(f"aten.equal {innermost_calls()}")
         return True
 
     kept: list[Tensor] = []
@@ -182,7 +182,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
                 "current_stream",
                 lambda device: _Stream(waits),
             ),  # the library must not use the current device's stream
-            (torch, "Generator", _Generator),
+            (torch, "Generator", GeneratorOfAnyDevice),
             (torch, "equal", equal),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),
         ):

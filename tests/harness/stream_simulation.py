@@ -311,7 +311,7 @@ class Simulation:
         memory.accesses.append(access)
         return access
 
-    def _access_by_host(self, tensor: Tensor, writes: bool, call: str) -> None:
+    def access_by_host(self, tensor: Tensor, writes: bool, call: str) -> None:
         """Find earlier accesses that may still run. Later operations run after this access, so it is not noted."""
         if self.is_pinned(tensor):
             memory, (start, end) = self.memory_of(tensor), _extent(tensor)
@@ -336,7 +336,9 @@ class Simulation:
         if transfer.access.writes:
             view.copy_(elements)
         elif not torch.equal(_bits(view), _bits(elements)):
-            self.findings.append(f"the host has written pinned memory while a copy may read it ({transfer.access.call})")
+            self.findings.append(
+                f"the host has written pinned memory while a copy may read it ({transfer.access.call})"
+            )
 
     def _start(self, stream: Stream, pinned: Tensor, elements: Tensor | None, call: str) -> None:
         """Start a transfer as the last operation of a stream.
@@ -356,8 +358,14 @@ class Simulation:
             _set_all_bits(view)
 
     def _finish_in_order(self, memory: Memory, access: Access) -> None:
-        """Finish the transfers of ``memory`` that the stream of ``access`` runs before it."""
-        before = [one for one in self._running if one.memory is memory and one.access.is_before(access.stream.clock)]
+        """Finish the transfers from and to the bytes of ``access`` that its stream runs before it."""
+        before = [
+            one
+            for one in self._running
+            if one.memory is memory
+            and one.access.overlaps(access.start, access.end)
+            and one.access.is_before(access.stream.clock)
+        ]
         self._running = [one for one in self._running if one not in before]
         for one in before:
             self._finish(one)
@@ -426,7 +434,7 @@ class Simulation:
                 if isinstance(tensor, DeviceTensor):
                     self._access(tensor.elements, streams[tensor.device], writes, call)
                 else:
-                    self._access_by_host(tensor, writes, call)
+                    self.access_by_host(tensor, writes, call)
             if name in _SYNCHRONIZING:
                 for stream in streams.values():
                     stream.synchronize()
@@ -569,6 +577,16 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
     def data_ptr(tensor: Tensor) -> int:
         return address(tensor.elements if isinstance(tensor, DeviceTensor) else tensor)
 
+    def reading(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a method that reads the elements without an operator, and notes it."""
+
+        def read(tensor: Tensor) -> Any:
+            if not isinstance(tensor, DeviceTensor):
+                simulation.access_by_host(tensor, False, f"{method.__name__} {innermost_calls()}")
+            return method(tensor)
+
+        return read
+
     address = torch.Tensor.data_ptr
     before = torch._C._only_lift_cpu_tensors()
     cuda: dict[str, Any] = {
@@ -593,6 +611,8 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
             stack.enter_context(mock.patch.object(torch, name, pinning(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", GeneratorOfAnyDevice))
         stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", data_ptr))
+        for method in (torch.Tensor.tolist, torch.Tensor.numpy):
+            stack.enter_context(mock.patch.object(torch.Tensor, method.__name__, reading(method)))
         device = collectives_on or torch.device("cuda", 0)
         stack.enter_context(mock.patch.object(ProcessGroupRegistry, "device", device))
         torch._C._set_only_lift_cpu_tensors(True)

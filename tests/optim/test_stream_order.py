@@ -1,0 +1,293 @@
+"""Asynchronous copies of the optimizer are ordered by events on the right stream; see `stream_simulation`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from loops import using
+from meshstep.optim import (
+    SOAP,
+    CosineAnnealingLR,
+    HoldOnSkip,
+    Offloaded,
+    ParallelOptimizer,
+    Shampoo,
+    SpectralNorms,
+    Telemetry,
+    ZClip,
+)
+from meshstep.optim.schedule import FlagCopy
+from meshstep.optim.states import offloaded
+from meshstep.optim.states.offloaded import HostBucket
+from meshstep.optim.step import skips
+from meshstep.optim.step.skips import SkipMonitor
+from meshstep.optim.step.update_request import HostDecision
+from meshstep.optim.whole.optimizer import StepsTaken
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from stream_simulation import simulated_cuda
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"
+)
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+SHAPES = ((6, 5), (6,), (4, 6), (4,), (3, 3))
+SKIPPED = (2, 5, 6)  # steps with a non-finite gradient
+
+
+def fused_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, fused=True)
+
+
+@dataclass
+class Training:
+    """A training run with skipped steps.
+
+    Args:
+        inner: Returns the wrapped optimizer. Default: fused AdamW.
+        options: Arguments of `ParallelOptimizer`. Default: clipping of the gradient norm.
+        dtype: Dtype of the parameters. Default: float32.
+        schedule: Returns a schedule. Default: None. (A schedule waits for each step, and would hide other missing waits.)
+        telemetry: Arguments of `Telemetry`; None (default): none.
+        steps: Number of steps. Default: 9.
+        own_streams: True: each step runs in a new stream, which waits for the previous one. Default: False.
+    """
+
+    inner: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = fused_adamw
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    schedule: Callable[[ParallelOptimizer], LRScheduler] | None = None
+    telemetry: dict[str, Any] | None = None
+    steps: int = 9
+    own_streams: bool = False
+
+    def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
+        """Return the final weights, the learning rates of all steps, and the number of skipped steps."""
+        params = [
+            nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(device, self.dtype)) for shape in SHAPES
+        ]
+        options = {"max_norm": 1.0, "check_replicas": False, **self.options}
+        optimizer = ParallelOptimizer(self.inner(params), ProcessGroupRegistry(Topology()), **options)
+        schedule = None if self.schedule is None else self.schedule(optimizer)
+        measured = None if self.telemetry is None else Telemetry(optimizer, every=1, **self.telemetry)
+        rates = []
+        for step in range(self.steps):
+            with self.stream(device):
+                with optimizer.window():
+                    for index, param in enumerate(params):
+                        value = math.inf if step in SKIPPED else math.sin(step + index)
+                        dtype = getattr(param, "grad_dtype", None) or param.dtype
+                        param.grad = torch.full(param.shape, value, device=device, dtype=dtype)
+                optimizer.step()
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+                if schedule is not None:
+                    schedule.step()
+                optimizer.zero_grad()
+        if measured is not None:
+            assert measured.last is not None
+            measured.last.values.cpu()
+        return [param.detach().cpu() for param in params], rates, optimizer.skipped_steps
+
+    @contextmanager
+    def stream(self, device: torch.device) -> Iterator[None]:
+        """Run a step in a new stream if ``own_streams``."""
+        if device.type == "cpu" or not self.own_streams:
+            yield
+            return
+        before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        own.wait_stream(before)
+        with torch.cuda.stream(own):
+            yield
+        before.wait_stream(own)
+
+
+OFFLOADED = Training(options={"states": Offloaded(0.5)})
+RUNS: dict[str, Training] = {
+    "fp32": Training(),
+    "full lag of skip counts": Training(steps=20),
+    "bf16": Training(options={"precision": "bf16"}, dtype=torch.bfloat16),
+    "fp16": Training(options={"precision": "fp16"}, dtype=torch.float16),
+    "schedule": Training(schedule=lambda optimizer: CosineAnnealingLR(optimizer, 12)),
+    "schedule of torch": Training(schedule=lambda optimizer: HoldOnSkip(StepLR(optimizer, 2, 0.5))),
+    "stateful clipping rule": Training(options={"max_norm": ZClip(warm_up=2)}),
+    "half offloaded": OFFLOADED,
+    "offloaded": Training(options={"states": Offloaded(1.0)}),
+    "offloaded, bf16": Training(options={"states": Offloaded(1.0), "precision": "bf16"}, dtype=torch.bfloat16),
+    "offloaded at once": Training(lambda params: torch.optim.SGD(params, 0.1), {"states": Offloaded(0.5)}),
+    "telemetry": Training(telemetry={}),
+    "spectral norms": Training(telemetry={"spectral": SpectralNorms()}),
+    "SOAP": Training(lambda params: SOAP(params, lr=0.01)),
+    "Shampoo": Training(lambda params: Shampoo(params, lr=0.01)),
+    "own stream per step": Training(own_streams=True),
+    "offloaded, own stream per step": replace(OFFLOADED, own_streams=True),
+    "SOAP, own stream per step": Training(lambda params: SOAP(params, lr=0.01), own_streams=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded parameters form several buckets, with one or two parameters each."""
+    monkeypatch.setattr(offloaded, "BUCKET_BYTES", 160)
+
+
+def findings_of(training: Training) -> list[str]:
+    """Return the findings of a run on cuda:1 while cuda:0 is the current device."""
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        training.run(SECOND)
+    return simulation.findings
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_on_second_device_has_no_unordered_access(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, learning rates and skipped steps are those of a run on the CPU."""
+    training = RUNS[name]
+    if training.steps < skips.LAG:
+        monkeypatch.setattr(skips, "LAG", 3)
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        weights, rates, skipped = training.run(SECOND)
+    assert simulation.findings == []
+    assert simulation.transfers["to the host"] >= training.steps
+    expected = training.run(CPU)
+    torch.testing.assert_close(weights, expected[0])
+    assert (rates, skipped) == expected[1:]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of the library's code that removes an order.
+
+    Args:
+        owner: The class.
+        method: The method.
+        old: Text in the source code of the method, which occurs once.
+        new: The text that replaces it; ``KEPT`` is an empty dict.
+        run: A key of `RUNS`.
+    """
+
+    owner: type
+    method: str
+    old: str
+    new: str
+    run: str
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        method = getattr(self.owner, self.method)
+        code = textwrap.dedent(inspect.getsource(method))
+        assert code.count(self.old) == 1
+        made: dict[str, Any] = {}
+        names = inspect.unwrap(method).__globals__
+        monkeypatch.setitem(names, "KEPT", {})
+        exec(code.replace(self.old, self.new), names, made)
+        monkeypatch.setattr(self.owner, self.method, made[self.method])
+
+
+HOST = "the host (reads|writes) pinned memory"  # fused optimizers may write gradients
+WAIT, NO_WAIT = "synchronize()", "query()"
+DEFECTS: dict[str, Defect] = {
+    **{
+        f"event of {owner.__name__} on the current device": Defect(
+            owner, method, f"current_stream({device})", "current_stream()", run
+        )
+        for owner, method, device, run in (
+            (FlagCopy, "__init__", "flag.device", "schedule"),
+            (HostBucket, "_mark", "self.device", "offloaded"),
+        )
+    },
+    **{
+        f"wait of {owner.__name__} removed": Defect(owner, method, WAIT, NO_WAIT, run)
+        for owner, method, run in (
+            (FlagCopy, "read", "schedule"),
+            (HostBucket, "wait", "offloaded"),
+        )
+    },
+    "event after a download removed": Defect(HostBucket, "_down", "self._mark()", "", "half offloaded"),
+    "wait for gradients removed": Defect(HostBucket, "finish", "self.wait()", "", "half offloaded"),
+    "gradients of all buckets in one buffer": Defect(
+        HostBucket,
+        "start",
+        "self._gradients = self._flat(self._grad_dtype)",
+        "self._gradients = KEPT.setdefault(0, torch.empty(512, pin_memory=True))[: self._numel]",
+        "offloaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect = DEFECTS[name]
+    defect.plant(monkeypatch)
+    monkeypatch.setattr(skips, "LAG", 3)
+    with using("torch"):  # C loops access memory without an operator
+        findings = findings_of(RUNS[defect.run])
+    assert findings
+    assert all(re.match(HOST, finding) for finding in findings), findings
+
+
+NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer")
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        ("_copy_to_host", "current_stream(self.counts.device)", "current_stream()"),
+        ("_copy_to_host", "event.record(torch.cuda.current_stream(self.counts.device))", "pass"),
+        ("_earlier_counts", "event.synchronize()", "pass"),
+        ("_copy_to_host", "self._copies[slot]", "self._copies[(slot + 1) % LAG]"),
+    ],
+    ids=["event on the current device", "event removed", "wait removed", "buffer reused one step early"],
+)
+def test_planted_defect_of_skip_counts_reads_unwritten_memory(
+    method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SkipMonitor` reads pinned memory without an operator, so it reads the NaN of a copy that has not run."""
+    Defect(SkipMonitor, method, old, new, "fp32").plant(monkeypatch)
+    monkeypatch.setattr(skips, "LAG", 3)
+    with NAN_READ:
+        findings_of(RUNS["fp32"])
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [("note", "current_stream(device)", "current_stream()"), ("of", WAIT, NO_WAIT)],
+    ids=["event on the current device", "wait removed"],
+)
+def test_planted_defect_of_step_counts_is_found(
+    method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Defect(StepsTaken, method, old, new, "SOAP").plant(monkeypatch)
+    with simulated_cuda(collectives_on=SECOND) as simulation, NAN_READ:
+        RUNS["SOAP"].run(SECOND)
+    (finding,) = simulation.findings
+    assert re.match(HOST, finding)
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [("__init__", "current_stream(skip.device)", "current_stream()"), ("wait", WAIT, NO_WAIT)],
+    ids=["event on the current device", "wait removed"],
+)
+def test_planted_defect_of_host_decision_is_found(
+    method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, an offloaded bucket waits for its gradients, which arrive after the decision."""
+
+    def findings() -> list[str]:
+        with simulated_cuda() as simulation:
+            skip = torch.ones((), device=SECOND)
+            HostDecision(skip, skip / 4).wait()
+        return simulation.findings
+
+    assert findings() == []
+    Defect(HostDecision, method, old, new, "").plant(monkeypatch)
+    assert len(findings()) == 2

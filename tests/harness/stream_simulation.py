@@ -29,8 +29,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from fake_cuda import GeneratorOfAnyDevice, innermost_calls
 from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel.mesh.process_group_collectives import ALL_GATHER, REDUCE_SCATTER
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +43,7 @@ Clock = dict["Stream", int]
 _SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "unique_dim", "masked_select")
 # These operators use only shape, dtype and device of their argument.
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
+_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_to_all_single", ALL_GATHER, REDUCE_SCATTER)
 
 
 class DeviceTensor(Tensor):
@@ -69,6 +72,9 @@ class DeviceTensor(Tensor):
 
     def __init__(self, elements: Tensor, device: torch.device) -> None:
         pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.elements}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +117,26 @@ class Stream:
 
     def __repr__(self) -> str:
         return f"stream {self.cuda_stream} of {self.device}"
+
+
+class Work:
+    """A collective that runs on its own stream.
+
+    Args:
+        event: The event that is recorded after the collective.
+        device: The device of its tensors.
+    """
+
+    def __init__(self, event: Event, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> bool:
+        """Let the current stream wait, as NCCL does. The host does not wait."""
+        self.event.wait(self.event.simulation.current_stream(self.device))
+        return True
+
+    def is_completed(self) -> bool:
+        return self.event.query()
 
 
 class Event:
@@ -210,6 +236,8 @@ class Simulation:
         self._numbers = 0
         self._memories: dict[int, Memory] = {}
         self._running: list[Transfer] = []
+        self._collective: Any = None  # the process group of the running collective
+        self._collective_streams: dict[tuple[Any, torch.device], Stream] = {}
         self.current_device = 0
         self.default_streams = [Stream(self, index) for index in range(devices)]
         self._current_streams = list(self.default_streams)
@@ -402,6 +430,33 @@ class Simulation:
             if not pinned:
                 target.copy_(source.elements)
 
+    def collective(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of `torch.distributed` whose collective runs on a stream of its process group and device."""
+
+        def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            device = next(one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+            if device.type == "cpu":
+                return call(*args, async_op=async_op, **kwargs)
+            self._collective = kwargs.get("group")
+            try:
+                call(*args, async_op=True, **kwargs)
+            finally:
+                stream = self._collective_stream(device)
+                self._collective = None
+            work = Work(stream.record_event(), device)
+            if async_op:
+                return work
+            work.wait()
+            return None
+
+        return run
+
+    def _collective_stream(self, device: torch.device) -> Stream:
+        key = self._collective, device
+        if key not in self._collective_streams:
+            self._collective_streams[key] = Stream(self, device)
+        return self._collective_streams[key]
+
     # Operators -----------------------------------------------------------------------------------------------------------
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -428,6 +483,10 @@ class Simulation:
         call = f"{name} {innermost_calls()}"
         if not _only_views(func) and name not in _LIKE:
             streams = {device: self.current_stream(device) for device in sorted(devices, key=str)}
+            if func.namespace == "c10d":
+                for device, stream in streams.items():
+                    streams[device] = self._collective_stream(device)
+                    streams[device].wait_stream(stream)
             for stream in streams.values():
                 stream.issue()
             for tensor, writes in operands:
@@ -528,6 +587,8 @@ def _set_all_bits(tensor: Tensor) -> None:
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    if func.namespace == "c10d":  # its schemas do not say it
+        return tuple((one.name, "input" not in one.name) for one in func._schema.arguments)
     return tuple((one.name, bool(one.alias_info and one.alias_info.is_write)) for one in func._schema.arguments)
 
 
@@ -581,8 +642,8 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
         """Return a method that reads the elements without an operator, and notes it."""
 
         def read(tensor: Tensor) -> Any:
-            if not isinstance(tensor, DeviceTensor):
-                simulation.access_by_host(tensor, False, f"{method.__name__} {innermost_calls()}")
+            tensor = tensor.cpu()
+            simulation.access_by_host(tensor, False, f"{method.__name__} {innermost_calls()}")
             return method(tensor)
 
         return read
@@ -607,6 +668,8 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
     with ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in _COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, simulation.collective(getattr(dist, name))))
         for name in ("zeros", "tensor", "empty", "empty_like"):
             stack.enter_context(mock.patch.object(torch, name, pinning(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", GeneratorOfAnyDevice))

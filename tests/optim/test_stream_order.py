@@ -7,32 +7,39 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+from gathered_objects import objects_gathered_by, said_by_all
 from loops import using
 from meshstep.optim import (
     SOAP,
+    Bf16Compression,
     CosineAnnealingLR,
     HoldOnSkip,
+    Muon,
     Offloaded,
     ParallelOptimizer,
     Shampoo,
+    Sharded,
     SpectralNorms,
     Telemetry,
     ZClip,
 )
+from meshstep.optim.gradients.buckets import NoCompression
 from meshstep.optim.schedule import FlagCopy
 from meshstep.optim.states import offloaded
 from meshstep.optim.states.offloaded import HostBucket
+from meshstep.optim.states.sharded import ZeroBucket
 from meshstep.optim.step import skips
 from meshstep.optim.step.skips import SkipMonitor
 from meshstep.optim.step.update_request import HostDecision
 from meshstep.optim.whole.optimizer import StepsTaken
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.testing import fake_world
 from stream_simulation import simulated_cuda
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -61,6 +68,7 @@ class Training:
         schedule: Returns a schedule. Default: None. (A schedule waits for each step, and would hide other missing waits.)
         telemetry: Arguments of `Telemetry`; None (default): none.
         steps: Number of steps. Default: 9.
+        ranks: Number of data-parallel ranks, of which only rank 0 runs. Default: 1.
         own_streams: True: each step runs in a new stream, which waits for the previous one. Default: False.
     """
 
@@ -70,6 +78,7 @@ class Training:
     schedule: Callable[[ParallelOptimizer], LRScheduler] | None = None
     telemetry: dict[str, Any] | None = None
     steps: int = 9
+    ranks: int = 1
     own_streams: bool = False
 
     def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
@@ -78,7 +87,10 @@ class Training:
             nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(device, self.dtype)) for shape in SHAPES
         ]
         options = {"max_norm": 1.0, "check_replicas": False, **self.options}
-        optimizer = ParallelOptimizer(self.inner(params), ProcessGroupRegistry(Topology()), **options)
+        registry = ProcessGroupRegistry(Topology() if self.ranks == 1 else Topology(data=self.ranks))
+        for index, param in enumerate(params):
+            annotate(param, P(), str(index))
+        optimizer = ParallelOptimizer(self.inner(params), registry, **options)
         schedule = None if self.schedule is None else self.schedule(optimizer)
         measured = None if self.telemetry is None else Telemetry(optimizer, every=1, **self.telemetry)
         rates = []
@@ -126,12 +138,25 @@ RUNS: dict[str, Training] = {
     "offloaded, bf16": Training(options={"states": Offloaded(1.0), "precision": "bf16"}, dtype=torch.bfloat16),
     "offloaded at once": Training(lambda params: torch.optim.SGD(params, 0.1), {"states": Offloaded(0.5)}),
     "telemetry": Training(telemetry={}),
-    "spectral norms": Training(telemetry={"spectral": SpectralNorms()}),
-    "SOAP": Training(lambda params: SOAP(params, lr=0.01)),
-    "Shampoo": Training(lambda params: Shampoo(params, lr=0.01)),
+    "spectral norms": Training(telemetry={"spectral": SpectralNorms()}, steps=5),
+    "SOAP": Training(lambda params: SOAP(params, lr=0.01), steps=5),
+    "Shampoo": Training(lambda params: Shampoo(params, lr=0.01), steps=5),
     "own stream per step": Training(own_streams=True),
     "offloaded, own stream per step": replace(OFFLOADED, own_streams=True),
-    "SOAP, own stream per step": Training(lambda params: SOAP(params, lr=0.01), own_streams=True),
+    "SOAP, own stream per step": Training(lambda params: SOAP(params, lr=0.01), steps=5, own_streams=True),
+}
+# Gradients of other ranks are missing, so these runs have no reference.
+ON_TWO_RANKS: dict[str, Training] = {
+    "replicated": Training(ranks=2),
+    "ZeRO-1": Training(options={"states": Sharded("data")}, ranks=2),
+    "ZeRO-2": Training(options={"states": Sharded("data", gradients=True)}, ranks=2),
+    "ZeRO-1, bf16": Training(options={"states": Sharded("data"), "precision": "bf16"}, dtype=torch.bfloat16, ranks=2),
+    "ZeRO-2, offloaded": Training(options={"states": (Sharded("data", gradients=True), Offloaded(1.0))}, ranks=2),
+    "bfloat16 gradient sums": Training(options={"compression": Bf16Compression()}, ranks=2),
+    "fixed order of sums": Training(options={"sum_order": "fixed", "accumulation_steps": 1}, ranks=2),
+    "telemetry on two ranks": Training(telemetry={}, ranks=2),
+    "Muon": Training(lambda params: Muon(params, lr=0.01), steps=5, ranks=2),
+    "ZeRO-1, own stream per step": Training(options={"states": Sharded("data")}, ranks=2, own_streams=True),
 }
 
 
@@ -143,7 +168,11 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def findings_of(training: Training) -> list[str]:
     """Return the findings of a run on cuda:1 while cuda:0 is the current device."""
-    with simulated_cuda(collectives_on=SECOND) as simulation:
+    with ExitStack() as stack:
+        if training.ranks > 1:
+            stack.enter_context(fake_world(training.ranks))
+            stack.enter_context(objects_gathered_by(said_by_all))
+        simulation = stack.enter_context(simulated_cuda(collectives_on=SECOND))
         training.run(SECOND)
     return simulation.findings
 
@@ -163,6 +192,11 @@ def test_run_on_second_device_has_no_unordered_access(name: str, monkeypatch: py
     assert (rates, skipped) == expected[1:]
 
 
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_run_of_one_of_two_ranks_has_no_unordered_access(name: str) -> None:
+    assert findings_of(ON_TWO_RANKS[name]) == []
+
+
 @dataclass(frozen=True)
 class Defect:
     """A change of the library's code that removes an order.
@@ -172,7 +206,8 @@ class Defect:
         method: The method.
         old: Text in the source code of the method, which occurs once.
         new: The text that replaces it; ``KEPT`` is an empty dict.
-        run: A key of `RUNS`.
+        run: A key of `RUNS` or `ON_TWO_RANKS`.
+        finding: A regular expression that matches the start of each finding.
     """
 
     owner: type
@@ -180,6 +215,7 @@ class Defect:
     old: str
     new: str
     run: str
+    finding: str = "the host (reads|writes) pinned memory"  # fused optimizers may write gradients
 
     def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         method = getattr(self.owner, self.method)
@@ -192,7 +228,7 @@ class Defect:
         monkeypatch.setattr(self.owner, self.method, made[self.method])
 
 
-HOST = "the host (reads|writes) pinned memory"  # fused optimizers may write gradients
+ON_DEVICE = r"stream \d+ of cuda:1 (reads|writes) device memory"
 WAIT, NO_WAIT = "synchronize()", "query()"
 DEFECTS: dict[str, Defect] = {
     **{
@@ -213,6 +249,13 @@ DEFECTS: dict[str, Defect] = {
     },
     "event after a download removed": Defect(HostBucket, "_down", "self._mark()", "", "half offloaded"),
     "wait for gradients removed": Defect(HostBucket, "finish", "self.wait()", "", "half offloaded"),
+    "wait for all-reduce removed": Defect(
+        NoCompression, "all_reduce", "work.wait", "lambda: None", "replicated", ON_DEVICE
+    ),
+    "wait for reduce-scatter removed": Defect(
+        NoCompression, "reduce_scatter", "work.wait", "lambda: None", "ZeRO-2", ON_DEVICE
+    ),
+    "wait for all-gather removed": Defect(ZeroBucket, "gather", "work.wait()", "", "ZeRO-1", ON_DEVICE),
     "gradients of all buckets in one buffer": Defect(
         HostBucket,
         "start",
@@ -229,9 +272,9 @@ def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     defect.plant(monkeypatch)
     monkeypatch.setattr(skips, "LAG", 3)
     with using("torch"):  # C loops access memory without an operator
-        findings = findings_of(RUNS[defect.run])
+        findings = findings_of((RUNS | ON_TWO_RANKS)[defect.run])
     assert findings
-    assert all(re.match(HOST, finding) for finding in findings), findings
+    assert all(re.match(defect.finding, finding) for finding in findings), findings
 
 
 NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer")
@@ -265,11 +308,12 @@ def test_planted_defect_of_skip_counts_reads_unwritten_memory(
 def test_planted_defect_of_step_counts_is_found(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Defect(StepsTaken, method, old, new, "SOAP").plant(monkeypatch)
+    defect = Defect(StepsTaken, method, old, new, "SOAP")
+    defect.plant(monkeypatch)
     with simulated_cuda(collectives_on=SECOND) as simulation, NAN_READ:
         RUNS["SOAP"].run(SECOND)
     (finding,) = simulation.findings
-    assert re.match(HOST, finding)
+    assert re.match(defect.finding, finding)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ C loops read memory without an operator. To detect their accesses, a copy to pin
 until the host waited for it, all bits of its target are ones (NaN, or -1). A copy from pinned memory compares its source
 when the host has waited for it: the source must be unchanged.
 
-Autograd cannot run, so gradients are set by the test. Memory is never reused after its tensor is freed, so the
-simulation does not find a missing `record_stream`.
+Another finding is device memory that is freed while another stream may still use it, because the next operation on the
+stream of its allocation may get this memory (`record_stream`).
+
+Autograd cannot run, so gradients are set by the test.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ class DeviceTensor(Tensor):
     """
 
     elements: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, elements: Tensor, device: torch.device) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             elements.shape,
             strides=elements.stride(),
@@ -77,7 +79,9 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({self.elements}, {self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} on a tensor of a simulated device, outside the simulation")
 
 
@@ -193,10 +197,17 @@ class Memory:
     Args:
         storage: Keeps the address of the storage from being reused.
         is_pinned: True for pinned host memory.
+
+    Attributes:
+        allocated_on: The stream that was current when the memory was allocated; None for memory of the host. After the
+            memory is freed, the next operation on this stream may get the memory.
+        recorded: The streams of `record_stream`.
     """
 
     storage: StorageWeakRef
     is_pinned: bool = False
+    allocated_on: Stream | None = None
+    recorded: set[Stream] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -235,6 +246,7 @@ class Simulation:
         self.transfers = {"to the host": 0, "to a device": 0}
         self._numbers = 0
         self._memories: dict[int, Memory] = {}
+        self._shared: list[Memory] = []  # device memory that several streams access
         self._running: list[Transfer] = []
         self._collective: Any = None  # the process group of the running collective
         self._collective_streams: dict[tuple[Any, torch.device], Stream] = {}
@@ -307,7 +319,7 @@ class Simulation:
         storage = elements.untyped_storage()
         found = self._memories.get(storage._cdata)
         if found is None:
-            found = self._memories[storage._cdata] = Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            found = self._memories[storage._cdata] = Memory(StorageWeakRef(storage))
         return found
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -337,6 +349,8 @@ class Simulation:
             )
         ]
         memory.accesses.append(access)
+        if memory.allocated_on not in (None, stream) and memory not in self._shared:
+            self._shared.append(memory)
         return access
 
     def access_by_host(self, tensor: Tensor, writes: bool, call: str) -> None:
@@ -356,6 +370,20 @@ class Simulation:
                     f"{actor} {verb} {kind} ({access.call}) before {other.stream} has finished the operation that "
                     f"{earlier} it ({other.call})"
                 )
+
+    def _issue(self, stream: Stream) -> None:
+        """Add an operation to a stream. Find accesses of other streams to freed memory that the operation may get."""
+        for memory in [one for one in self._shared if one.allocated_on is stream and one.storage.expired()]:
+            self._shared.remove(memory)
+            for access in memory.accesses:
+                if access.stream not in memory.recorded and not access.is_before(stream.clock):
+                    self.findings.append(
+                        f"memory of {stream} was freed before {access.stream} has finished an operation ({access.call})"
+                    )
+        stream.issue()
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        self.memory_of(_elements(tensor)).recorded.add(stream)
 
     # Transfers -----------------------------------------------------------------------------------------------------------
 
@@ -403,14 +431,14 @@ class Simulation:
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
             stream, other = self.current_stream(source.device), self.current_stream(target.device)
             stream.wait_stream(other)  # torch orders the copy with the current streams of both devices
-            stream.issue()
+            self._issue(stream)
             self._access(source.elements, stream, False, call)
             self._access(target.elements, stream, True, call)
             target.elements.copy_(source.elements)
             other.wait_stream(stream)
         elif isinstance(target, DeviceTensor):
             stream = self.current_stream(target.device)
-            stream.issue()
+            self._issue(stream)
             if self.is_pinned(source):
                 self._start(stream, source, None, call)
             self._access(target.elements, stream, True, call)
@@ -420,7 +448,7 @@ class Simulation:
         else:
             assert isinstance(source, DeviceTensor)
             stream = self.current_stream(source.device)
-            stream.issue()
+            self._issue(stream)
             self._access(source.elements, stream, False, call)
             pinned = self.is_pinned(target)
             if pinned:
@@ -443,6 +471,9 @@ class Simulation:
             finally:
                 stream = self._collective_stream(device)
                 self._collective = None
+            for one in (*args, *kwargs.values()):
+                if isinstance(one, DeviceTensor):
+                    self.record_stream(one, stream)  # torch keeps the tensors until `wait`
             work = Work(stream.record_event(), device)
             if async_op:
                 return work
@@ -478,18 +509,21 @@ class Simulation:
         if made_on is not None:
             made_on = torch.device(made_on)
             kwargs = {**kwargs, "device": "cpu"}
+            if made_on.type == "cuda":
+                devices.add(self.device_of(made_on))
         if kwargs.get("pin_memory"):
             raise NotImplementedError(f"{func} with pin_memory=True: call a patched function of torch")
         call = f"{name} {innermost_calls()}"
-        if not _only_views(func) and name not in _LIKE:
+        streams: dict[torch.device, Stream] = {}
+        if not _only_views(func):
             streams = {device: self.current_stream(device) for device in sorted(devices, key=str)}
             if func.namespace == "c10d":
                 for device, stream in streams.items():
                     streams[device] = self._collective_stream(device)
                     streams[device].wait_stream(stream)
             for stream in streams.values():
-                stream.issue()
-            for tensor, writes in operands:
+                self._issue(stream)
+            for tensor, writes in operands if name not in _LIKE else ():
                 if isinstance(tensor, DeviceTensor):
                     self._access(tensor.elements, streams[tensor.device], writes, call)
                 else:
@@ -499,10 +533,43 @@ class Simulation:
                     stream.synchronize()
         wrappers = {id(t.elements): t for t, _ in operands if isinstance(t, DeviceTensor)}
         result = func(*_elements(args), **_elements(kwargs))
+
         if made_on is None and len(devices) > 1:
-            return [self._wrap(one, like.device, wrappers) for one, like in zip(result or (), args[0], strict=False)]
-        device = made_on or next(iter(devices), None)
-        return self._wrap(result, device, wrappers) if device is not None and device.type == "cuda" else result
+            pairs = zip(result or (), args[0], strict=False)
+            return [self._wrap(one, like.device, wrappers, streams, call) for one, like in pairs]
+        is_on_host = not devices or (made_on is not None and made_on.type == "cpu")
+        if is_on_host:
+            return result
+        return self._wrap(result, self.device_of(made_on or next(iter(devices))), wrappers, streams, call)
+
+    def _wrap(
+        self,
+        result: Any,
+        device: torch.device,
+        arguments: Mapping[int, DeviceTensor],
+        streams: Mapping[torch.device, Stream],
+        call: str,
+    ) -> Any:
+        """Return an operator's result with tensors on ``device``, and note the writes to new memory.
+
+        Args:
+            result: The result of the operator on the elements.
+            device: The device.
+            arguments: The tensors among the operator's arguments, by the id of their elements.
+            streams: The stream per device that runs the operator; empty: it returns views.
+            call: See `Access`.
+        """
+        if isinstance(result, Tensor):
+            if id(result) in arguments:
+                return arguments[id(result)]
+            if device in streams:
+                self.memory_of(result).allocated_on = streams[device]
+                if "empty" not in call.split()[0]:
+                    self._access(result, streams[device], True, call)
+            return DeviceTensor(result, device)
+        if isinstance(result, (list, tuple)):
+            return type(result)(self._wrap(one, device, arguments, streams, call) for one in result)
+        return result
 
     def _run_copy(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a copy between devices and return its result; None: it is not such a copy."""
@@ -519,6 +586,7 @@ class Simulation:
             elements = source.elements if isinstance(source, DeviceTensor) else source
             target: Tensor = torch.empty_like(elements, **form)
             if device.type == "cuda":
+                self.memory_of(target).allocated_on = self.current_stream(device)
                 target = DeviceTensor(target, device)
             elif non_blocking:  # torch allocates pinned memory for such a copy
                 self.pin(target)
@@ -534,14 +602,6 @@ class Simulation:
             else:
                 self.copy(target, source, non_blocking, call)
         return args[0] if name == "copy_" else ()
-
-    def _wrap(self, result: Any, device: torch.device, wrappers: Mapping[int, DeviceTensor]) -> Any:
-        if isinstance(result, Tensor):
-            known = wrappers.get(id(result))  # an argument that the operator returns
-            return DeviceTensor(result, self.device_of(device)) if known is None else known
-        if isinstance(result, (list, tuple)):
-            return type(result)(self._wrap(one, device, wrappers) for one in result)
-        return result
 
 
 class _Mode(TorchDispatchMode):
@@ -570,8 +630,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
-    return start, start + (last + 1) * tensor.itemsize
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + (int(last) + 1) * tensor.itemsize
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -674,6 +734,11 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
             stack.enter_context(mock.patch.object(torch, name, pinning(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch, "Generator", GeneratorOfAnyDevice))
         stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", data_ptr))
+        stack.enter_context(
+            mock.patch.object(
+                torch.Tensor, "record_stream", lambda tensor, stream: simulation.record_stream(tensor, stream)
+            )
+        )
         for method in (torch.Tensor.tolist, torch.Tensor.numpy):
             stack.enter_context(mock.patch.object(torch.Tensor, method.__name__, reading(method)))
         device = collectives_on or torch.device("cuda", 0)

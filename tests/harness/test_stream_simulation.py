@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,27 @@ def temporary(tensor: Tensor, pinned: Tensor) -> None:
     assert copy.tolist() == [1.0, 2.0, 3.0]
 
 
+def read_on_side_stream(tensor: Tensor, pinned: Tensor, end: Callable[[Tensor, Any], object]) -> None:
+    """Read a temporary tensor on a side stream, call ``end`` with both, free the tensor and run another operation."""
+    made, side = tensor + 1, torch.cuda.Stream("cuda:1")
+    side.wait_stream(torch.cuda.current_stream("cuda:1"))
+    with torch.cuda.stream(side):
+        made.sum()
+    end(made, side)
+    del made
+    tensor.add_(1)
+
+
+def freed_after_record_stream(tensor: Tensor, pinned: Tensor) -> None:
+    read_on_side_stream(tensor, pinned, lambda made, side: made.record_stream(side))
+
+
+def freed_after_wait(tensor: Tensor, pinned: Tensor) -> None:
+    read_on_side_stream(
+        tensor, pinned, lambda made, side: torch.cuda.current_stream("cuda:1").wait_event(recorded(side))
+    )
+
+
 ORDERED: tuple[Case, ...] = (
     read_after_event,
     read_after_scalar,
@@ -102,6 +124,8 @@ ORDERED: tuple[Case, ...] = (
     side_stream_after_wait,
     copy_to_other_device,
     temporary,
+    freed_after_record_stream,
+    freed_after_wait,
 )
 
 
@@ -156,6 +180,16 @@ def side_stream_without_wait(tensor: Tensor, pinned: Tensor) -> None:
         tensor.add(1)
 
 
+def result_of_side_stream(tensor: Tensor, pinned: Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        made = torch.ones(3, device="cuda:1")
+    tensor.add_(made)
+
+
+def freed_without_record_stream(tensor: Tensor, pinned: Tensor) -> None:
+    read_on_side_stream(tensor, pinned, lambda made, side: None)
+
+
 UNORDERED: dict[Case, str] = {
     read_at_once: "the host reads pinned memory",
     read_list_at_once: "the host reads pinned memory",
@@ -165,6 +199,8 @@ UNORDERED: dict[Case, str] = {
     write_at_once: "the host writes pinned memory",
     temporary_at_once: "the host reads pinned memory",
     download_on_other_stream: "stream 2 of cuda:1 writes pinned memory",
+    result_of_side_stream: "stream 1 of cuda:1 reads device memory",
+    freed_without_record_stream: "memory of stream 1 of cuda:1 was freed before stream 2 of cuda:1 has finished",
     side_stream_without_wait: "stream 2 of cuda:1 reads device memory",
 }
 

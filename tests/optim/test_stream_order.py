@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +83,15 @@ class Training:
 
     def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
         """Return the final weights, the learning rates of all steps, and the number of skipped steps."""
+        steps = self.iterate(device)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def iterate(self, device: torch.device) -> Generator[None, None, tuple[list[Tensor], list[float], int]]:
+        """Yield after each step. The value at the end is that of `run`."""
         params = [
             nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(device, self.dtype)) for shape in SHAPES
         ]
@@ -106,6 +115,7 @@ class Training:
                 if schedule is not None:
                     schedule.step()
                 optimizer.zero_grad()
+            yield
         if measured is not None:
             assert measured.last is not None
             measured.last.values.cpu()
@@ -197,6 +207,15 @@ def test_run_of_one_of_two_ranks_has_no_unordered_access(name: str) -> None:
     assert findings_of(ON_TWO_RANKS[name]) == []
 
 
+@pytest.mark.parametrize("name", ["schedule", "half offloaded", "SOAP"])
+def test_models_on_two_devices_have_no_unordered_access(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skips, "LAG", 3)
+    with simulated_cuda() as simulation:
+        for _ in zip(RUNS[name].iterate(FIRST), RUNS[name].iterate(SECOND), strict=True):
+            pass
+    assert simulation.findings == []
+
+
 @dataclass(frozen=True)
 class Defect:
     """A change of the library's code that removes an order.
@@ -275,6 +294,14 @@ def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         findings = findings_of((RUNS | ON_TWO_RANKS)[defect.run])
     assert findings
     assert all(re.match(defect.finding, finding) for finding in findings), findings
+
+
+def test_planted_defect_before_c_loops_makes_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C loops read gradients without an operator, so they read the NaN of a copy that has not run."""
+    DEFECTS["wait for gradients removed"].plant(monkeypatch)
+    with simulated_cuda(collectives_on=SECOND), using("auto"):
+        weights, *_ = OFFLOADED.run(SECOND)
+    assert any(weight.isnan().any() for weight in weights)
 
 
 NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer")

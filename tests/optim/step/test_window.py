@@ -41,6 +41,20 @@ def test_broken_window_stays_broken_until_it_is_cleared(end: str) -> None:
     assert window.ends(final=False)
 
 
+@pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0)], ids=["number", "tensor"])
+def test_weights_of_abandoned_window_do_not_count_in_the_next(weight: Any) -> None:
+    window = Window(None)
+    with window.micro_batch(weight, [], []):
+        pass
+    assert float(window.weight) == 3.0
+    assert window.is_weighted
+    window.clear()
+    assert (float(window.weight), window.has_weight, window.is_weighted) == (0.0, False, False)
+    with window.micro_batch(None, [], []):
+        pass
+    assert not window.is_weighted
+
+
 def decision(bad: bool, skipped: bool = False, rejected: bool | None = None) -> StepDecision:
     """Return the decision of a step with a non-finite norm, or of a step that is skipped for another reason."""
     one, found_inf = torch.ones(()), torch.tensor(float(bad))

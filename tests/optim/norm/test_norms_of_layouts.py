@@ -27,11 +27,12 @@ def test_p_norm_with_infinite_values_is_infinite(p: float) -> None:
     assert p_norm(torch.tensor([1.0, torch.nan]), p).isnan()
 
 
-def test_squares_that_underflow_in_float32_are_summed_in_float64() -> None:
-    tiny = torch.full((powers.SMALL + 1,), 1e-24)
-    assert float(tiny.square().sum()) == 0.0
+@pytest.mark.parametrize("size", [1e-24, 1.2e-22, 3e-21])
+def test_squares_that_underflow_in_float32_are_summed_in_float64(size: float) -> None:
+    tiny = torch.full((powers.SMALL + 1,), size)
+    assert float(tiny[:1].square()) != pytest.approx(size**2, rel=1e-5, abs=0.0)
     found = powers.powers_by_torch([tiny], 2.0)
-    assert float(found) == pytest.approx(len(tiny) * float(tiny[0].double()) ** 2, rel=1e-6)
+    assert float(found) == pytest.approx(len(tiny) * float(tiny[0].double()) ** 2, rel=1e-6, abs=0.0)
 
 
 def plan_of(entries: list[ParameterEntry], topology: Topology, registry: ProcessGroupRegistry) -> ReductionPlan:
@@ -177,3 +178,17 @@ def test_parameters_of_one_name_on_two_stages_get_the_stage_in_their_names(world
     names, shapes = world.run(2, names_of_stages)[0]
     assert names == ("embed", "layer@pipe=0", "layer@pipe=1")
     assert shapes == ((5,), (2,), (3,))
+
+
+def shapes_of_uneven_shards() -> tuple[object, ...]:
+    """Return the full shapes, where the ranks have 3 and 2 elements of "uneven", and 2 elements each of "even"."""
+    topology = Topology(tensor=2)
+    with ProcessGroupRegistry(topology) as registry:
+        length = 3 - registry.global_rank
+        uneven = ParameterEntry("uneven", P("tensor"), (length,), full_shape=(2 * length,))
+        even = ParameterEntry("even", P("tensor"), (2,), full_shape=(4,))
+        return plan_of([uneven, even], topology, registry).parameter_shapes
+
+
+def test_full_shape_of_uneven_shards_is_unknown(world: World) -> None:
+    assert world.run(2, shapes_of_uneven_shards) == [(None, (4,))] * 2

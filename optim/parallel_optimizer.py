@@ -1059,7 +1059,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the reasons why, after backward, gradients are not the gradients of this data rank's own samples.
 
         Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets gradients
-        that are already averaged, or partial. Each reason names the argument to change.
+        that are already averaged, or partial. Each reason says what to change.
 
         Collectives: none.
         Host synchronization: none.

@@ -193,7 +193,8 @@ def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dic
         own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
         if own_kind and not _is_empty(value):
             raise ValueError(
-                f"{name} is extra state of a module (get_extra_state), which can't be resharded; pass it as extra= instead"
+                f"{name} is extra state of a module, which can't be resharded: let get_extra_state() return None, and pass "
+                "the state as extra="
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}

@@ -362,7 +362,9 @@ class Saving:
         from ..checkpoint import load_checkpoint
 
         own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, trainable_only=trainable_only)
-        if not (isinstance(own, dict) and own.keys() == {"extra", "dataloader"}):  # saved by `save_checkpoint`
+        if not (
+            isinstance(own, dict) and own.keys() == {"extra", "dataloader"}
+        ):  # `save_checkpoint` was called directly
             return own
         if dataloader is not None and own["dataloader"] is not None:
             dataloader.load_state_dict(own["dataloader"])

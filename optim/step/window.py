@@ -262,7 +262,10 @@ class Window:
 
     def __init__(self, steps: int | None, scaled: bool = False) -> None:
         if steps is not None and not is_whole(steps, 1):
-            raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
+            raise ValueError(
+                f"accumulation_steps={steps!r}: give a whole number >= 1, or None, so that every call of step() ends the "
+                "window"
+            )
         self.steps, self.scaled = steps, scaled
         self.has_stale_grads = self.sync_skipped = self.several = self.captured = self.saw_grads = (
             self.divided_twice

@@ -1,7 +1,8 @@
 """The layout of the two factors of a LoRA adapter, derived from its base layer, and the collectives of their products.
 
 An adapter adds ``scaling * B @ A`` to a weight [out, in]; A has shape [r, in], B has shape [out, r]. On a sharded layer its
-forward has three steps, and only the middle one communicates about hidden features, of which there are r:
+forward is A, a collective, and B. The collective moves only A's output, with r features per token. Input and output are
+scattered or gathered too where the base layer does so:
 
     base layer            A                      between A and B                  B
     replicated            P()                    nothing                          P()
@@ -268,8 +269,9 @@ def layout_of(
     Args:
         base: The layer. Its weight is declared, or it is a DTensor, or the mesh has one rank.
         registry: The process groups.
-        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
-            this name of the layer, or else False. Default: None.
+        sequence_parallel: True if the activations between layers are sharded along the sequence. None (default): True
+            if the layer's attribute ``sequence_parallel`` is true, or of Megatron's embeddings
+            ``reduce_scatter_embeddings``.
         expert_axes: Axes along which ranks hold the layers of different experts. Default: none.
         name: Name of the layer in errors. Default: "the base layer".
     Raises:

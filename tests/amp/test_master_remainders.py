@@ -53,7 +53,8 @@ def test_split_and_join_master_restore_masters_bitwise() -> None:
 
 
 def written() -> tuple[Tensor, Tensor]:
-    """Return each bfloat16 weight with outdated remainders of other weights, both [2^16, n]."""
+    """Return (weights, remainders), both [2^16, n]: every bfloat16 weight n times, each with a remainder that does not
+    belong to it, as after a write to the weight."""
     stale = [0, 1, -1, 2, -2, 0x7FFF, -0x7FFF, 0x7FFE, -0x8000, 0x4000, -0x4000, 0x1234, -0x1234]
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randint(-(2**15), 2**15, (2**16, 8), generator=generator)

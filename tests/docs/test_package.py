@@ -33,7 +33,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_source_distribution_contains_all_files_of_the_repository(sdist: dict[str, str]) -> None:
+def test_source_distribution_contains_sources_tests_and_docs(sdist: dict[str, str]) -> None:
     there = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.is_file()}
     there |= {path.relative_to(ROOT) for pattern in ("*.md", "*.toml", "*.py") for path in ROOT.glob(pattern)}
     there |= {

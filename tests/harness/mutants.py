@@ -315,7 +315,9 @@ def _spec_mistake(
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake
     if constant and ({was, kind} == {"piece", "term"} or axis in topology.data_axes):
-        raise NoMistake  # these specs are indistinguishable, or equal experts are averaged and thus tied
+        # All elements are equal: shards look like replicas with partial gradients. Along a data axis, equal experts are
+        # averaged, so they count as tied.
+        raise NoMistake
     entries = [tuple(a for a in spec.dim_axes(dim) if a != axis) for dim in range(max(1, len(spec.entries)))]
     partial = tuple(a for a in spec.partial if a != axis)
     if kind == "piece":

@@ -34,7 +34,7 @@ C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
 CASES_OF_A_TEST = 2  # in the default run, per test with ranks; a test in a file of STARTS_PROCESSES keeps one case
-CASES_OF_A_FILE = 1  # in a sample, per file of STARTS_PROCESSES: these files start processes, or train for seconds
+CASES_OF_A_FILE = 1  # in the run on the oldest torch (`sample`), per file of STARTS_PROCESSES: these take seconds
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
     "docs/test_speed_tables.py",

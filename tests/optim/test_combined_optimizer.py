@@ -231,7 +231,7 @@ def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
 def test_added_group_requires_index_of_optimizer() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
     optimizer = optimizer_of(of_two_classes, model)
-    with pytest.raises(ValueError, match="give the index of its optimizer"):
+    with pytest.raises(ValueError, match="of the optimizer that steps the group"):
         optimizer.add_param_group({"params": [more]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [more], "optimizer": 1})

@@ -221,7 +221,7 @@ def collectives_of_step(states: Any) -> tuple[dict[str, int], dict[str, int], in
             optimizer.zero_grad()
             with collectives() as backward:
                 optimizer.backward(model(torch.ones(13)).sum())
-            assert model.weight.grad is None  # its elements are in partial sums
+            assert model.weight.grad is None  # `FixedOrderSum.take` has moved it into the partial sums
             with collectives() as step:
                 optimizer.step()
         numel = sum(param.grad.numel() for param in optimizer.param_groups[0]["params"] if param.grad is not None)

@@ -84,7 +84,7 @@ def test_trained_parameter_without_gradient_gets_the_sum() -> None:
     assert params[1].grad is not None
 
 
-def test_write_to_one_pending_gradient_keeps_marks_of_the_others() -> None:
+def test_write_to_one_reduced_gradient_leaves_the_others_marked_as_reduced() -> None:
     params = with_gradients(4, 4)
     bucket_of(params, Seen(), adopt=True, pending=params).all_reduce()()
     assert all(map(is_complete, params))

@@ -129,7 +129,7 @@ def test_compiled_powers_do_not_hang_in_forked_process() -> None:
         assert ended == (child, 0)
 
 
-def test_sum_over_hundred_million_elements_is_accurate_to_1e14() -> None:
+def test_sum_of_hundred_million_squares_is_accurate_to_14_digits() -> None:
     values = torch.arange(1.0, 129.0, dtype=torch.bfloat16).repeat(10**8 // 128)  # exact in bfloat16; exact sum known
     found = powers_by_loops(loops(), [values], 2.0)
     assert found is not None

@@ -51,7 +51,7 @@ def weight_norms(p: float) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 12.0, 20.0, inf])
-def test_norms_of_weights_count_each_replica_once(world: World, p: float) -> None:
+def test_norms_of_weights_count_replicated_weights_once(world: World, p: float) -> None:
     sizes = (3, 4)
     wanted = [value * (1.0 if p == inf else size ** (1 / p)) for size, value in zip(sizes, (2.0, 3.0), strict=True)]
     for weights, gradients in world.run(4, weight_norms, p):

@@ -87,8 +87,9 @@ def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, na
 
 
 @pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
-def test_model_weight_with_flipped_bit_is_named_with_zero1_and_master_weights(world: World, name: str) -> None:
-    """The bit is flipped on a rank that steps no shard of this weight."""
+def test_model_weight_with_flipped_bit_is_named_with_zero1_or_master_weights(world: World, name: str) -> None:
+    """The bit is flipped in the model's parameter: with ZeRO-1 on a rank that steps no shard of it, with bf16 masters
+    beside its master weight."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
         assert step == EVERY + SOON

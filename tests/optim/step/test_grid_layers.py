@@ -184,7 +184,9 @@ def copies_differ(topology: Topology, axis: str) -> tuple[str, bool]:
     ("topology", "axis"),
     [(Topology(weight=2, input=2, output=2), "weight"), (Topology(data=2, input=2, weight=1, output=2), "data")],
 )
-def test_diverged_replicas_of_weight_on_diagonal_ranks_are_found(world: World, topology: Topology, axis: str) -> None:
+def test_diverged_replicas_of_weight_stored_where_input_equals_output_coordinate_are_found(
+    world: World, topology: Topology, axis: str
+) -> None:
     text = f"head.weight: the parameter differs along axis '{axis}'"
     assert world.run(8, copies_differ, topology, axis) == [(text, True), (text, False), (text, False), (text, True)] * 2
 

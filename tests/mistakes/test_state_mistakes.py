@@ -305,7 +305,7 @@ def noise_differs_between_replicas(run: Run) -> None:
 
 @mistake("data=2", Right(), write="a missing gradient counts as zero")
 def parameter_without_gradient_on_one_rank(run: Run) -> None:
-    """A branch of the model that one rank does not use: its parameters have no gradient there."""
+    """A branch of the model that one data rank does not use: its parameters have no gradient there."""
     extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = run.optimizer(torch.optim.SGD([*run.model.parameters(), extra], lr=LR, momentum=0.9))
     for step in range(3):

@@ -63,7 +63,7 @@ class Extra(nn.Linear):
 
 def test_saving_module_with_nonempty_extra_state_is_rejected(tmp_path: Path) -> None:
     model = Extra(2, 2)
-    with pytest.raises(ValueError, match=r"_extra_state is extra state of a module .*pass the state as extra="):
+    with pytest.raises(ValueError, match=r"_extra_state is extra state of a module, .*pass the state as extra="):
         save_checkpoint(tmp_path, model, optimizer_of(model))
 
 

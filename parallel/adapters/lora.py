@@ -273,7 +273,8 @@ def add_lora(
     Returns:
         The adapters by the full names of their layers.
     Raises:
-        ValueError: A target is the name of no layer, or as in `LoRA`. The model is unchanged in the first case.
+        ValueError: A target is the name of no layer, or of a layer that has an adapter; then the model is unchanged. Or as
+            in `LoRA`.
     Collectives: none; with DoRA all-reduces over the axes of row-parallel layers. Host synchronization: none.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]
@@ -283,8 +284,11 @@ def add_lora(
         matching = {name: module for name, module in modules.items() if name and _is_target(name, target)}
         if not matching:
             raise ValueError(
-                f"target {target!r} is the name of no module of {type(model).__name__}; its modules are {some(modules)}"
+                f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
+                f"{some([*filter(None, modules)])}"
             )
+        if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
+            raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")
         found.update(matching)
     model.requires_grad_(False)
     adapters = {}

@@ -24,7 +24,8 @@ from lora_models import (
     trained,
 )
 from meshstep.optim import load_checkpoint, save_checkpoint
-from meshstep.parallel import LoRA, ProcessGroupRegistry, Topology, spec_of, unshard
+from meshstep.parallel import LoRA, P, ProcessGroupRegistry, Topology, add_lora, declare, spec_of, unshard
+from torch import nn
 from world import World
 
 LINEAR = ("up", "down", "head")
@@ -152,3 +153,17 @@ def test_merged_weights_equal_dense_merge(
             ulp = torch.finfo(dtype).eps
             torch.testing.assert_close(during[name].double(), dense, rtol=ulp, atol=1e-14)
             torch.testing.assert_close(after[name].double(), weight, rtol=2 * ulp, atol=8 * ulp)
+
+
+def test_second_adapter_of_a_layer_and_unknown_target_are_errors_that_change_nothing() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    declare(model, {"*": P()})
+    add_lora(model, "0", r=2, alpha=2, registry=registry)
+    model[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="target '0': 0 has a LoRA adapter already; name each layer once"):
+        add_lora(model, ["1", "0"], r=2, alpha=2, registry=registry)
+    with pytest.raises(ValueError, match="target 'up' is the name of no module of Sequential; its modules are 0, "):
+        add_lora(model, ["1", "up"], r=2, alpha=2, registry=registry)
+    assert isinstance(model[1], nn.Linear)
+    assert model[1].weight.requires_grad

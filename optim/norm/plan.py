@@ -156,11 +156,11 @@ def frozen_without_spec(
         compared: As in `entries_of`. Default: False.
     """
     groups = [[param for _, param in pairs] for pairs in param_groups]
+    frozen = [param for params in groups for param in params if not param.requires_grad]
     try:
-        meshed = _mesh_axes(groups, topology) if compared else set[str]()
+        meshed = _mesh_axes(groups, topology) if compared and frozen else set[str]()
     except ValueError:  # the layout of a DTensor is not supported; `entries_of` raises the error on every rank
         return set()
-    frozen = (param for params in groups for param in params if not param.requires_grad)
     return {id(param) for param in frozen if _lacks_spec(param, topology, meshed)}
 
 

@@ -362,10 +362,8 @@ class Saving:
         from ..checkpoint import load_checkpoint
 
         own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, trainable_only=trainable_only)
-        if not (
-            isinstance(own, dict) and own.keys() == {"extra", "dataloader"}
-        ):  # `save_checkpoint` was called directly
-            return own
+        if not isinstance(own, dict) or own.keys() != {"extra", "dataloader"}:
+            return own  # `save_checkpoint` was called directly
         if dataloader is not None and own["dataloader"] is not None:
             dataloader.load_state_dict(own["dataloader"])
         return own["extra"]

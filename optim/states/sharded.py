@@ -88,7 +88,6 @@ class ZeroBucket:
             model parameter is not contiguous.
         shards: The (segment, shard) pairs.
         gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
-        in_fixed_order: True if `reduce` sums gradients in the order of ``sum_order="fixed"``.
     """
 
     adopt = False
@@ -106,7 +105,7 @@ class ZeroBucket:
         tree: TreeRanks | None = None,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
-        self.in_fixed_order, self._tree = tree is not None, None if tree is None else SlicedTreeSum(tree)
+        self._tree = None if tree is None else SlicedTreeSum(tree)
         self.release = release
         rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
         self._own = slice(rank * self._numel, (rank + 1) * self._numel)
@@ -214,6 +213,11 @@ class ZeroBucket:
         return finish
 
     # Gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_fixed_order(self) -> bool:
+        """Return True if `reduce` sums gradients in the order of ``sum_order="fixed"``."""
+        return self._tree is not None
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Clear ``gradients`` and the parameters' gradients: set them to None, or with ``set_to_none=False`` to zeros."""
@@ -517,7 +521,8 @@ class Shards(ParamTransform):
         """Make buckets and shards, and return this rank's shards of each parameter, with their offsets.
 
         Raises:
-            ValueError: On every rank: ranks along the axis would shard different parameters.
+            ValueError: On every rank: ranks along the axis would shard different parameters; or with ``gradients=True``
+                and ``sum_order="fixed"`` a parameter is not sharded over exactly the data axes.
         Collectives: an object all-gather.
         """
         topology = self.registry.topology
@@ -546,22 +551,28 @@ class Shards(ParamTransform):
         return pieces
 
     def _decision(self, entry: ParameterEntry) -> ShardingDecision:
-        """Return over which axes the state of a parameter is sharded, and whether a bucket sums its gradients.
+        """Return over which axes the state of a parameter is sharded, and whether a bucket sums its gradients."""
+        choose = partial(
+            choose_sharded_axes, entry, self.how.axis, self.registry.topology, gradients=self.how.gradients
+        )
+        if self._tree is not None:
+            decision = choose(averages_data=True)
+            if self._is_in_tree(decision) or (self.how.gradients and decision.summed):
+                return decision
+        return choose(averages_data=self._averages_data)
 
-        Raises:
-            ValueError: With ``gradients=True`` and ``sum_order="fixed"``: it is not sharded over all data axes, and no
-                others.
-        """
-        topology, how = self.registry.topology, self.how
-        if self._is_in_tree(decision := choose_sharded_axes(entry, how.axis, topology, True, how.gradients)):
-            return decision
-        if self._tree is not None and how.gradients and decision.summed:
-            raise ValueError(
-                f"{entry.name}: Sharded({how.axis!r}, gradients=True) with sum_order='fixed' shards it over "
-                f"{', '.join(decision.axes)}, and gradients are summed over {', '.join(self._tree.axes)}: name all data "
-                "axes, or leave gradients=True out"
-            )
-        return choose_sharded_axes(entry, how.axis, topology, self._averages_data, how.gradients)
+    def _not_in_tree(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> str | None:
+        """Return the text of an error for a parameter that ``sum_order="fixed"`` can't sum in backward; None: no error."""
+        if self._tree is None or not self.how.gradients:
+            return None
+        for index, decision in sharded.items():
+            if decision.summed and not self._is_in_tree(decision):
+                return (
+                    f"{entries[index].name}: Sharded({self.how.axis!r}, gradients=True) with sum_order='fixed' shards it "
+                    f"over {', '.join(decision.axes)}, and gradients are summed over {', '.join(self._tree.axes)}: name "
+                    "all data axes, or leave gradients=True out"
+                )
+        return None
 
     def _is_in_tree(self, decision: ShardingDecision) -> bool:
         """Return True if ``sum_order="fixed"`` sums gradients over the axes of the decision, and over no others."""
@@ -630,7 +641,7 @@ class Shards(ParamTransform):
             entries: The parameters' entries in the plan.
             sharded: The decision for each parameter to shard, by its index in ``entries``.
         Raises:
-            ValueError: On every rank: ranks along the axes would shard different parameters.
+            ValueError: As in `install`.
         Collectives: an object all-gather.
         """
         topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
@@ -640,9 +651,11 @@ class Shards(ParamTransform):
         mine = {NormBucket.of(spec, topology) for spec in specs}
         sizes = sizes_of((entries[index] for index in sharded if not entries[index].spec.owned), topology)
         meets = model_meets_over_data(entries, topology, *topology.expand_aliases(self.how.axis))
-        reports = gather_objects((mine, names, sizes, meets), self.registry)
-        self._all_late |= any(meets for *_, meets in reports)
-        self._uneven |= uneven_kinds([sizes for _, _, sizes, _ in reports], topology)
+        reports = gather_objects((mine, names, sizes, meets, self._not_in_tree(entries, sharded)), self.registry)
+        if problem := next((text for *_, text in reports if text is not None), None):
+            raise ValueError(problem)
+        self._all_late |= any(meets for *_, meets, _ in reports)
+        self._uneven |= uneven_kinds([sizes for _, _, sizes, *_ in reports], topology)
         check_same_names([names for _, names, *_ in reports], topology)
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 

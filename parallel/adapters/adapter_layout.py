@@ -188,11 +188,7 @@ class RowLayout(AdapterLayout):
         return scatter_to(input, self.registry, *self.axes, dim=-1)
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        if self.registry.size(*self.axes) == 1:
-            hidden = F.embedding(ids, a.t())
-        else:
-            index, is_remote = local_index(ids, self.in_features, self.registry, self.axes[0])
-            hidden = F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
+        hidden = _local_columns(ids, a, self, *self.axes)
         return hidden.transpose(0, 1) if self.exchanges_batch else hidden
 
     def join(self, hidden: Tensor) -> Tensor:
@@ -219,11 +215,9 @@ class GridLayout(AdapterLayout):
         return None
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        if self.registry.size(self.row) == 1:
-            return F.embedding(ids, a.t())
-        ids = all_gather(ids, Over(self.registry, (self.row,), call="LoRA"))
-        index, is_remote = local_index(ids, self.in_features, self.registry, self.row)
-        return F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
+        if self.registry.size(self.row) > 1:
+            ids = all_gather(ids, Over(self.registry, (self.row,), call="LoRA"))
+        return _local_columns(ids, a, self, self.row)
 
     def join(self, hidden: Tensor) -> Tensor:
         if self.is_embedding:
@@ -251,6 +245,14 @@ class CubeLayout(AdapterLayout):
     def join(self, hidden: Tensor) -> Tensor:
         hidden = all_gather_to(hidden, self.registry, self.input, dim=0)
         return reduce_scatter_to(hidden, self.registry, self.output, dim=0)
+
+
+def _local_columns(ids: Tensor, a: Tensor, layout: AdapterLayout, *axes: str) -> Tensor:
+    """Return A's columns of the ids, as [..., r], with zeros for ids whose columns other ranks along ``axes`` hold."""
+    if layout.registry.size(*axes) == 1:
+        return F.embedding(ids, a.t())
+    index, is_remote = local_index(ids, layout.in_features, layout.registry, axes[0])
+    return F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
 
 
 # From a base layer to its layout --------------------------------------------------------------------------------------

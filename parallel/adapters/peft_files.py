@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +61,20 @@ def save_adapter(
     Host synchronization: yes.
     """
     registry = registry or registry_in(model)
-    save_file = on_all_ranks(lambda: _safetensors().save_file, registry)
-    adapters = on_all_ranks(lambda: _adapters(model, adapter_name), registry)
-    specs = on_all_ranks(lambda: [_specs(adapter, registry) for adapter in adapters], registry)
-    tensors: dict[str, Tensor] = {}
     settings: dict[str, Settings] = {}
-    for adapter, of_factors in zip(adapters, specs, strict=True):
-        settings[_without_prefix(adapter.name)] = _settings_of(adapter)
-        for key, (param, spec) in of_factors.items():
-            tensors[key] = unshard(local_tensor(param), spec, registry).cpu().contiguous()
-    saved = set[str]()
-    for name, _, param in saved_modules(model):
-        module, _, inner = name.partition(".modules_to_save.")
-        key, _, rest = inner.partition(".")
-        if key == adapter_name:
-            saved.add(_without_prefix(module))
-            spec = spec_of(param, registry.topology)
-            tensors[f"{_PREFIX}{_without_prefix(module)}.{rest}"] = unshard(local_tensor(param), spec, registry).cpu()
+
+    def prepare() -> tuple[Any, dict[str, tuple[Tensor, P]]]:
+        save_file, found = _safetensors().save_file, dict[str, tuple[Tensor, P]]()
+        for adapter in _adapters(model, adapter_name):
+            settings[_without_prefix(adapter.name)] = _settings_of(adapter)
+            found |= _specs(adapter, registry)
+        return save_file, found | _saved_specs(model, adapter_name, registry)
+
+    save_file, specs = on_all_ranks(prepare, registry)
+    tensors = {
+        key: unshard(local_tensor(param), spec, registry).cpu().contiguous() for key, (param, spec) in specs.items()
+    }
+    saved = {_without_prefix(module) for module, *_ in _saved(model, adapter_name)}
     is_first = all(
         registry.coordinate[axis] == 0 for axis in registry.topology.axes if registry.topology.role(axis) != "pipe"
     )
@@ -137,10 +134,7 @@ def load_adapter(
         for adapter in _adapters(model, adapter_name):
             wanted |= _specs(adapter, registry)
             _check_settings(adapter, config)
-        for name, _, param in saved_modules(model):
-            module, _, inner = name.partition(f".modules_to_save.{adapter_name}.")
-            if inner:
-                wanted[f"{_PREFIX}{_without_prefix(module)}.{inner}"] = (param, spec_of(param, registry.topology))
+        wanted |= _saved_specs(model, adapter_name, registry)
         missing = [key for key in wanted if key not in stored]
         unused = [key for key in stored if key not in wanted]
         if missing or (unused and not registry.topology.pipe_axes):
@@ -188,6 +182,22 @@ def _specs(adapter: Adapter, registry: ProcessGroupRegistry) -> dict[str, tuple[
         names, params = (*names, "lora_magnitude_vector"), [*params, adapter.magnitude]  # type: ignore[assignment]
     pairs = zip(names, params, strict=True)
     return {f"{prefix}{name}": (param, spec_of(param, registry.topology)) for name, param in pairs}
+
+
+def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name of the module, name of the parameter in it, parameter) of PEFT's ``modules_to_save`` of an adapter."""
+    for name, _, param in saved_modules(model):
+        module, _, inner = name.partition(f".modules_to_save.{key}.")
+        if inner:
+            yield module, inner, param
+
+
+def _saved_specs(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> dict[str, tuple[Tensor, P]]:
+    """Return (parameter, spec) pairs of the parameters in `_saved`, by PEFT's names of the tensors in a file."""
+    return {
+        f"{_PREFIX}{_without_prefix(module)}.{inner}": (param, spec_of(param, registry.topology))
+        for module, inner, param in _saved(model, key)
+    }
 
 
 def _settings_of(adapter: Adapter) -> Settings:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from failing import fails_in_backward
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.gradients import buckets as sync
 from meshstep.optim.gradients import reduce_in_backward as early_kinds
@@ -278,25 +279,13 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
             model(x).square().mean().backward()
             optimizer.step()
         elif registry.global_rank == 0:  # fails before any bucket is full; the other rank has reduced some by then
-            backward(Raises.apply(model(x)))
+            backward(fails_in_backward(model(x), RuntimeError("simulated out of memory")))
         else:
-            backward(model[1:](Raises.apply(model[0](x))))
+            backward(model[1:](fails_in_backward(model[0](x), RuntimeError("simulated out of memory"))))
 
     with pytest.raises(RuntimeError) as caught:
         misuse()
     return str(caught.value)
-
-
-class Raises(torch.autograd.Function):
-    """The identity, with a backward that raises."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("simulated out of memory")
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Sharded, StatePlacement
+from meshstep.optim import Offloaded, ParallelOptimizer, StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from placements import EXCHANGES, ZERO1, ZERO2
 from torch import Tensor, nn
 from world import World
 
-ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "overlap": {"overlap": True},
-    "ZeRO-1": {"states": ZERO1},
-    "ZeRO-2": {"states": ZERO2},
+    **EXCHANGES,
     "offload": {"states": Offloaded(1.0)},
     "ZeRO-2, offload": {"states": (ZERO2, Offloaded(0.5))},
 }

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from placements import EXCHANGES
 from torch import nn
 from world import World
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "overlap": {"overlap": True},
-    "ZeRO-1": {"states": Sharded("data")},
-    "ZeRO-2": {"states": Sharded("data", gradients=True)},
+    **EXCHANGES,
     "offload": {"states": Offloaded(1.0)},
 }
 MODES: dict[str, tuple[Any, torch.dtype, list[torch.dtype]]] = {

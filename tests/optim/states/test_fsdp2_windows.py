@@ -9,6 +9,7 @@ import pytest
 import torch
 from arguments import arguments
 from dtensors import local, registry_of
+from failing import fails_in_backward
 from fully_sharded import Full, Net, adamw, assert_equal, data, sharded_net, whole
 from meshstep.optim import GradStats, ParallelOptimizer
 from probes import collectives
@@ -150,18 +151,6 @@ def test_zero_grad_within_fsdp2_accumulation_window_raises(world: World) -> None
         assert abs(regardless - clean) > 0.01
 
 
-class Raises(torch.autograd.Function):
-    """The identity. Its backward raises a RuntimeError."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("planted")
-
-
 def error_after_failed_backward() -> bool:
     """Call backward again after it raised within a `fully_shard` module. Return True if this raises.
 
@@ -172,7 +161,7 @@ def error_after_failed_backward() -> bool:
         options = arguments(max_norm=0.3, data_parallel=net)
         optimizer = ParallelOptimizer(adamw(net.parameters()), registry, **options)
         handle = net.get_submodule(next(iter(dict(net.named_children())))).register_forward_hook(
-            lambda _module, _inputs, output: Raises.apply(output)
+            lambda _module, _inputs, output: fails_in_backward(output, RuntimeError("planted"))
         )
         with pytest.raises(RuntimeError, match="planted"):
             optimizer.backward(net(micro_batch(registry.coordinate["data"], 0, weighted=False)).sum())

@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Lion, Muon, Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim import Lion, Muon, Offloaded, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
+from placements import EXCHANGES, ZERO1, ZERO2
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
-ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "overlap": {"overlap": True},
-    "ZeRO-1": {"states": ZERO1},
-    "ZeRO-2": {"states": ZERO2},
+    **EXCHANGES,
     "offload": {"states": Offloaded(0.5)},
     "ZeRO-2, offload": {"states": (ZERO2, Offloaded(1.0))},
 }

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from failing import fails_in_backward
 from meshstep.amp import Bf16
 from meshstep.optim import ByNorm, Offloaded, ParallelOptimizer, Sharded, global_norm, sync_gradients
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -24,24 +25,12 @@ def sgd(params: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)  # type: ignore[arg-type]
 
 
-class Fails(torch.autograd.Function):
-    """A function whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise ArithmeticError("planted")
-
-
 @pytest.mark.parametrize("steps", [None, 1])
 def test_explicit_clip_does_not_complete_window_after_failed_backward(steps: int | None) -> None:
     a, b = weight("a"), weight("b")
     optimizer = ParallelOptimizer(sgd([a, b]), ProcessGroupRegistry(Topology()), accumulation_steps=steps)
     with pytest.raises(ArithmeticError):
-        optimizer.backward((a * 3).sum() + Fails.apply(b).sum())
+        optimizer.backward((a * 3).sum() + fails_in_backward(b, ArithmeticError("planted")).sum())
     optimizer.clip_grad_by_norm(1.0)
     with pytest.raises(RuntimeError, match="a backward of this window raised"):
         optimizer.step()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
+from failing import fails_in_backward
 from meshstep.amp import TorchFp16
 from meshstep.optim import ParallelOptimizer, PolynomialLR
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -76,23 +77,13 @@ def test_rank_without_loss_in_last_micro_batch_counts_as_zero(world: World) -> N
     assert world.run(2, one_rank_runs_out) == [[-3.0] * 4] * 2  # (3 + 6 + 3 + 0) / 4
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise MemoryError("out of memory")
-
-
 @pytest.mark.parametrize("steps", [None, 2])
 def test_failed_backward_requires_zero_grad_before_next_window(steps: int | None) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=steps)
     optimizer.backward((w * 3).sum())
     with pytest.raises(MemoryError):
-        optimizer.backward(Fails.apply(w * 3).sum())
+        optimizer.backward(fails_in_backward(w * 3, MemoryError("out of memory")).sum())
     for call in (optimizer.step, lambda: optimizer.backward(w.sum())):
         with pytest.raises(RuntimeError, match=r"a backward of this window raised.*call zero_grad\(\)"):
             call()

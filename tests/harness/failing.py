@@ -1,0 +1,25 @@
+"""A function whose backward raises, for tests of what follows a failed backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.error
+
+
+def fails_in_backward(x: Tensor, error: Exception) -> Tensor:
+    """Return a copy of ``x``, whose backward raises ``error``."""
+    result: Tensor = _Fails.apply(x, error)
+    return result

@@ -1,0 +1,15 @@
+"""The arguments of `ParallelOptimizer` for each way to exchange gradients over the axis "data"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshstep.optim import Sharded
+
+ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "overlap": {"overlap": True},
+    "ZeRO-1": {"states": ZERO1},
+    "ZeRO-2": {"states": ZERO2},
+}

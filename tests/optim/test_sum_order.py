@@ -347,3 +347,24 @@ def error_of_dtensor() -> bool:
             sum_order="fixed",
         )
     return True
+
+
+def test_unsupported_axes_of_sharded_gradients_are_an_error_on_ranks_without_parameters_too(world: World) -> None:
+    assert all(world.run(8, error_of_one_stage))
+
+
+def error_of_one_stage() -> bool:
+    topology = Topology(pipe=2, dp=2, fsdp=2, aliases={"data": ("dp", "fsdp")})
+    with ProcessGroupRegistry(topology) as registry:
+        model = nn.Linear(3, 2)
+        declare(model, {"*": P()})
+        params: Any = [*model.named_parameters()] if registry.coordinate["pipe"] == 0 else [{"params": []}]
+        with pytest.raises(ValueError, match="name all data axes, or leave gradients=True out"):
+            ParallelOptimizer(
+                torch.optim.SGD(params, lr=0.1),
+                registry,
+                accumulation_steps=1,
+                sum_order="fixed",
+                states=Sharded("fsdp", gradients=True),
+            )
+    return True

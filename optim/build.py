@@ -472,7 +472,7 @@ class Setup:
         in_backward = early is not None or bool(chain.around_backward) or self.sum_order == "fixed"
         unused = UnusedParameters(chain.params, plan, self.registry, in_backward)
         fingerprints = isinstance(self.check_replicas, Fingerprints)
-        return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints)
+        return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints, in_backward)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Return the controller of gradient reduction in backward; None if `step` reduces all gradients.

@@ -467,6 +467,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if self._switch is not None:
                 self._switch.check_clearing(self._window.sync_skipped)
             self._states.clear(set_to_none)
+            self._completion.forget_arrived()
             self._window.clear()
             if self._switch is not None:
                 self._switch.clear()
@@ -620,7 +621,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window, agreement = self._window, self._agreement
         if agreement is None:
             return self._setup.divided(window.scale_info(self.registry, window.scale, self._device))
-        facts = window.number_of_facts(agreement, self._completion.changed)
+        facts = window.number_of_facts(agreement, self._completion.param_facts)
         info = window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
         return self._setup.divided(info._replace(pack=info.pack.with_fields(self._missing_shards.field())))
 

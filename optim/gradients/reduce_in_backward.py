@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -164,6 +164,38 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
         alive = reference()
         if alive is not None:
             alive._arrived(param)
+
+    return hook
+
+
+class ArrivedGradients:
+    """Records which of some parameters got a gradient in backward, even if it was reduced or moved before backward ended.
+
+    Args:
+        params: The parameters by index. Parameters that are frozen now are left out.
+    """
+
+    def __init__(self, params: Mapping[int, Tensor]) -> None:
+        self._watched = {index: param for index, param in params.items() if param.requires_grad}
+        self._arrived = arrived = set[int]()
+        # The hooks reference the set, and not this object, whose end removes the hooks from the parameters.
+        hooks = [
+            param.register_post_accumulate_grad_hook(_adding(index, arrived)) for index, param in self._watched.items()
+        ]
+        self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    def clear(self) -> None:
+        """Start to record anew."""
+        self._arrived.clear()
+
+    def missing(self) -> list[int]:
+        """Return the indices of the parameters that got no gradient since the last `clear`."""
+        return [index for index in self._watched if index not in self._arrived]
+
+
+def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        indices.add(index)
 
     return hook
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
-from ...parallel.interop.local_parameters import settle_sums
+from ...parallel.interop.local_parameters import local_parameter, settle_sums
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.buckets import Reducible, gradient_buckets, keep_in_place, reduce_all
 from ..gradients.in_place import check_kinds, clear_gradients, poison_bad_kinds
-from ..norm.param_table import ParamTable, SteppedTensor
+from ..gradients.reduce_in_backward import ArrivedGradients
+from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import GradSyncController, find_misplaced_ddp
 from ..step.first_window_checks import (
@@ -24,7 +26,7 @@ from ..step.first_window_checks import (
     check_not_overwritten,
     warn_of_written_gradients,
 )
-from ..step.step_agreement import StepAgreement, thawed_text
+from ..step.step_agreement import ParamFacts, StepAgreement, thawed_text
 from ..step.window import Window
 from .chain import TransformChain
 
@@ -49,13 +51,14 @@ class GradientCompletion:
         unused: The check for parameters without gradients.
         model: The check for trainable parameters that no optimizer has.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
+        in_backward: True if gradients may be reduced or moved before a window ends; equal on all ranks. Default False.
 
     Attributes:
         table: One record per stepped tensor. The first window adds to the records' specs the axes over which DTensor
             gradients are partial.
         grads_checked: True after all ranks have checked the gradients of the first window.
-        changed: Two tuples of indices of model parameters: the parameters that were frozen since they were added to the
-            optimizer, and the parameters that were unfrozen since then. Updated in every window.
+        param_facts: The model parameters that were frozen or unfrozen since they were added to the optimizer, and the
+            replicated parameters without a gradient, which ranks compare. Updated in every window.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class GradientCompletion:
         unused: UnusedParameters,
         model: ModelParams,
         has_fingerprints: bool = False,
+        in_backward: bool = False,
     ) -> None:
         self.chain, self.table, self.early, self._model = chain, table, early, model
         _CHAINS.add(chain)
@@ -76,7 +80,9 @@ class GradientCompletion:
         self.grads_checked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
         self._unused: UnusedParameters | None = unused
-        self.changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        self.param_facts = ParamFacts()
+        self._in_backward = in_backward
+        self._arrived: ArrivedGradients | None = None  # from the second window on, if ``in_backward``
         self._next_checked = 0
 
     def not_captured(self) -> str | None:
@@ -127,6 +133,7 @@ class GradientCompletion:
             switch.hand_over(self.chain.params)
         problem: Exception | None
         frozen, problem = self._frozen_since()
+        without = self._without_gradient()
         if window.scaled and not window.calls:
             window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
         seen = None if self.grads_checked else self._seen(window)
@@ -140,6 +147,10 @@ class GradientCompletion:
             transform.catch_up(window)
         if seen is not None:
             self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
+        if self._agreement is not None and without:
+            replicated = {*self._agreement.replicated}
+            missing = tuple(at for at in without if at in replicated)
+            self.param_facts = self.param_facts._replace(without_gradient=missing)
         for transform in self.chain.pulling_grads:
             problem = transform.pull_grads(window, averaged) or problem
         window.has_stale_grads = True
@@ -220,15 +231,44 @@ class GradientCompletion:
             )
         warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
-            self.table = self.table.with_specs(self._spec_with_sums)
+            self.table = self.table.with_specs(lambda row: self._with_sums(row.spec, row.param))
             self._buckets = list(self._make_buckets(self.table.plan))
+        if self._agreement is not None:
+            entries = self.table.model_plan.entries
+            locals_ = (local_parameter(param, self.table.plan.topology) for param in params)
+            self._agreement.set_replicas([*map(self._with_sums, (entry.spec for entry in entries), locals_)])
+            if self._in_backward:
+                replicated = self._agreement.replicated
+                self._arrived = ArrivedGradients({at: self.chain.given[at].param for at in replicated})
 
-    def _spec_with_sums(self, row: SteppedTensor) -> P:
-        """Return the record's spec, plus the partial axes that the model parameter's annotation now declares."""
-        annotation = annotation_of(row.param)
+    def _with_sums(self, spec: P, param: Tensor) -> P:
+        """Return ``spec``, plus the partial axes that the annotation of ``param``, a local tensor, now declares."""
+        annotation = annotation_of(param)
         if annotation is None:
-            return row.spec
-        return row.spec.with_partial(annotation.spec_on(self.table.plan.topology).partial)
+            return spec
+        return spec.with_partial(annotation.spec_on(self.table.plan.topology).partial)
+
+    def _without_gradient(self) -> list[int]:
+        """Return the indices of the model parameters that got no gradient in the window.
+
+        Except in the first window, only parameters in ``StepAgreement.replicated`` are searched. In the first window,
+        the list is empty if gradients may be reduced or moved before a window ends.
+        """
+        if self._agreement is None or (self._in_backward and self._arrived is None):
+            return []
+        given = self.chain.given
+        if self._arrived is None:
+            searched = self._agreement.replicated if self.grads_checked else range(len(given))
+            found = [at for at in searched if given[at].param.grad is None]
+        else:
+            found = self._arrived.missing()
+            self._arrived.clear()
+        return [at for at in found if given[at].param.requires_grad]
+
+    def forget_arrived(self) -> None:
+        """Forget which parameters got a gradient in this window, because the caller clears the gradients."""
+        if self._arrived is not None:
+            self._arrived.clear()
 
     def _check_converted(self) -> None:
         """Raise RuntimeError if the dtype or device of a parameter has changed since the optimizer received it.
@@ -250,12 +290,12 @@ class GradientCompletion:
         """
         if self._agreement is None:
             return 0
-        number = window.number_of_facts(self._agreement, self.changed)
+        number = window.number_of_facts(self._agreement, self.param_facts)
         of_tensors = self._agreement.of_tensors()
         return number if of_tensors is None else number + int(of_tensors)
 
     def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
-        """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `changed`.
+        """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `param_facts`.
 
         Returns:
             The ids of frozen parameters without a gradient, and the error for an unfrozen parameter, or None. The
@@ -268,17 +308,17 @@ class GradientCompletion:
         beyond = enumerate(self.chain.left_out, len(self.chain.given))
         left_out = [at for at, (_, param) in beyond if param.requires_grad]
         if not found and not left_out:
-            self.changed = (), ()
+            self.param_facts = ParamFacts()
             return frozen, None
         given, problem = self.chain.given, None
         thawed = (*(at for at in found if not given[at].trained), *left_out)
-        self.changed = tuple(at for at in found if given[at].trained), thawed
+        self.param_facts = ParamFacts(tuple(at for at in found if given[at].trained), thawed)
         if thawed:
             names = [*(of.name for of in given), *(name for name, _ in self.chain.left_out)]
             problem = RuntimeError(thawed_text(names[thawed[0]]))
         if problem is not None and self._agreement is None:
             raise problem
-        return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem
+        return frozen | {id(given[at].param) for at in self.param_facts.frozen if given[at].param.grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
         """Clear the gradients of the frozen parameters with these ids. The reduction may have given them gradients."""

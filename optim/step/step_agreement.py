@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import describe, gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry, is_fake
 from ...parallel.mesh.text import named_ranks
@@ -156,8 +157,23 @@ def _threshold_text(value: object) -> str:
 NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # compared by the plan and by `UsedClip` instead
 MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
+GRADIENT = "the gradient of "
 MOST = 6  # the maximum number of differences that an error lists
 SINCE = "ranks disagree about a step, which was skipped on all of them"
+
+
+class ParamFacts(NamedTuple):
+    """Indices of one rank's parameters whose state in one step must be equal on other ranks.
+
+    Args:
+        frozen: Parameters that were frozen since they were added to the optimizer. Default: none.
+        thawed: Parameters that were unfrozen since then, which is an error. Default: none.
+        without_gradient: Parameters in `StepAgreement.replicated` without a gradient. Default: none.
+    """
+
+    frozen: tuple[int, ...] = ()
+    thawed: tuple[int, ...] = ()
+    without_gradient: tuple[int, ...] = ()
 
 
 class Facts(NamedTuple):
@@ -167,8 +183,7 @@ class Facts(NamedTuple):
         micro_batches: The number of micro-batches in the accumulation window.
         weighted: True if the micro-batches have weights.
         settings: The settings of each compared param group. Default: none.
-        frozen: Indices of parameters that were frozen since they were added to the optimizer. Default: none.
-        thawed: Indices of parameters that were unfrozen since then, which is an error. Default: none.
+        params: The parameters that are frozen, unfrozen or without a gradient. Default: none.
         weight: The sum of the micro-batches' weights; a text if it is a tensor on a device; None (default): not
             compared.
         clip: The clipping rules and thresholds. Default: no clipping.
@@ -177,18 +192,25 @@ class Facts(NamedTuple):
     micro_batches: int
     weighted: bool
     settings: Sequence[Settings] = ()
-    frozen: tuple[int, ...] = ()
-    thawed: tuple[int, ...] = ()
+    params: ParamFacts = ParamFacts()
     weight: float | str | None = None
     clip: ClipFacts = ClipFacts()
 
 
 class NamedFacts(NamedTuple):
-    """The values in a rank's `Facts` as text, by name, for error messages. Equal names are compared between ranks."""
+    """The values in a rank's `Facts` as text, by name, for error messages. Equal names are compared between ranks.
+
+    Args:
+        facts: Settings by name.
+        frozen: Names of frozen parameters. Default: none.
+        thawed: Names of unfrozen parameters. Default: none.
+        without_gradient: Texts that name a parameter and its replicas on some ranks; equal on these ranks. Default: none.
+    """
 
     facts: Mapping[str, str]
     frozen: tuple[str, ...] = ()
     thawed: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
 
 
 class _Class(NamedTuple):
@@ -329,7 +351,7 @@ def _text_of(value: object) -> str:
 
 
 class StepAgreement:
-    """The comparison of micro-batches, hyper-parameters, clipping and frozen parameters between ranks in every step.
+    """The comparison of micro-batches, hyper-parameters, clipping, frozen parameters and missing gradients in every step.
 
     Args:
         plan: The plan of the model's parameters, compared over all ranks (`norm.plan_agreement.agree`).
@@ -344,6 +366,8 @@ class StepAgreement:
 
     Attributes:
         sent: The values that the last result of `number` was computed from.
+        replicated: Indices of the trained parameters that are replicated over model axes and not partial over all of
+            them. Each of these ranks computes the whole gradient. Empty until `set_replicas` is called.
         used_clip: The compared clipping rules and thresholds.
     """
 
@@ -369,10 +393,13 @@ class StepAgreement:
         self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
         self._world = self._class_of(range(topology.world_size), "world")
         self.used_clip = UsedClip(rule, all_groups)
-        self._of_groups = self._of_frozen = self._of_window = self._sum = 0
+        self._of_groups = self._of_params = self._of_window = self._sum = 0
         self._window: tuple[int, bool, float | str | None] | None = None
         self._settings: Sequence[Settings] = ()
-        self._changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        self._params = ParamFacts()
+        self._replicas: dict[
+            int, tuple[str, ...]
+        ] = {}  # for each index in `replicated` the axes over which it is equal
         self._keys: Called | None = None
         self.sent = Facts(0, False)
 
@@ -380,14 +407,26 @@ class StepAgreement:
         found = _Class.of(ranks, self.registry.global_rank, kind)
         return found._replace(coefficient=0) if self._is_fake else found
 
+    @property
+    def replicated(self) -> Sequence[int]:
+        return tuple(self._replicas)
+
+    def set_replicas(self, specs: Sequence[P]) -> None:
+        """Set `replicated` from the layouts of the plan's parameters, including the partial axes of DTensor gradients."""
+        topology, self._replicas = self.plan.topology, {}
+        for index, (entry, spec) in enumerate(zip(self.plan.entries, specs, strict=True)):
+            model = [axis for axis in spec.replica_axes(topology) if axis in topology.model_axes]
+            axes = tuple(axis for axis in model if axis not in spec.partial and topology.size(axis) > 1)
+            if entry.trained and axes:
+                self._replicas[index] = axes
+
     # Summands of the collective ---------------------------------------------------------------------------------------
 
     def number(
         self,
         micro_batches: int,
         weight: float | Tensor | None,
-        frozen: tuple[int, ...],
-        thawed: tuple[int, ...],
+        params: ParamFacts,
         explicit: tuple[Clip | None, ...] = (),
     ) -> int:
         """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
@@ -397,8 +436,7 @@ class StepAgreement:
         Args:
             micro_batches: The number of micro-batches in the window.
             weight: The sum of the micro-batches' weights; None: they have no weights.
-            frozen: Indices of parameters that were frozen since they were added to the optimizer.
-            thawed: Indices of parameters that were unfrozen since then.
+            params: The parameters that are frozen, unfrozen or without a gradient.
             explicit: The rules of explicit clips in the window. Default: none.
         """
         param_groups, changed = self.optimizer.param_groups, False
@@ -409,7 +447,7 @@ class StepAgreement:
         shared_weight = self._shared_weight(weight)
         same_window = (micro_batches, weighted, shared_weight) == self._window
         same_clip = not self.used_clip.read(explicit, param_groups)
-        if not changed and same_window and same_clip and (frozen, thawed) == self._changed:
+        if not changed and same_window and same_clip and params == self._params:
             return self._sum
         if changed:
             by_class: dict[_Class, int] = {}
@@ -422,13 +460,14 @@ class StepAgreement:
             # With weights, data ranks may have different numbers of micro-batches.
             numbers = self._sharers.term(micro_batches, _number_of(shared_weight, 0)) if weighted else 0
             self._of_window = numbers + self._stage.term(weighted, 0 if weighted else micro_batches)
-        if (frozen, thawed) != self._changed:
-            self._changed = frozen, thawed
-            self._of_frozen = self._frozen_number(frozen) + sum(hash_of("thawed", index) | 1 for index in thawed)
+        if params != self._params:
+            self._params = params
+            self._of_params = self._frozen_number(params.frozen) + self._missing_number(params.without_gradient)
+            self._of_params += sum(hash_of("thawed", index) | 1 for index in params.thawed)
         clip = self.used_clip.facts
-        self.sent = Facts(micro_batches, weighted, self._settings, frozen, thawed, shared_weight, clip)
+        self.sent = Facts(micro_batches, weighted, self._settings, params, shared_weight, clip)
         of_clip = self._world.coefficient * self.used_clip.number
-        self._sum = self._of_window + self._of_groups + self._of_frozen + of_clip
+        self._sum = self._of_window + self._of_groups + self._of_params + of_clip
         return self._sum
 
     def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
@@ -453,6 +492,14 @@ class StepAgreement:
             ranks = [rank for rank in range(topology.world_size) if holders.include(topology.coordinate(rank))]
             number += self._class_of(ranks, "frozen").term(*of_holders)
         return number
+
+    def _missing_number(self, without_gradient: Sequence[int]) -> int:
+        """Return the summand for replicated parameters without a gradient. A rank with all gradients adds 0 instead."""
+        names: dict[tuple[str, ...], list[str | int]] = {}
+        for index in without_gradient:
+            names.setdefault(self._replicas[index], []).append(self._called.keys[index][1])
+        classes = ((self._class_of(self.registry.ranks(*axes), "gradients"), of) for axes, of in names.items())
+        return sum(ranks.term(*of) for ranks, of in classes)
 
     @property
     def _called(self) -> Called:
@@ -492,10 +539,18 @@ class StepAgreement:
         for group, settings in zip(self._groups, facts.settings, strict=False):
             for key, text in settings.as_text().items():
                 facts_by_name[f"{key} of param group {group.index}{where}"] = text
-        if not facts.frozen and not facts.thawed:
+        if facts.params == ParamFacts():
             return NamedFacts(facts_by_name)
         names = [*self._called.names, *self._left_out]
-        return NamedFacts(facts_by_name, _at(names, facts.frozen), _at(names, facts.thawed))
+        frozen, thawed, without = facts.params
+        return NamedFacts(facts_by_name, _at(names, frozen), _at(names, thawed), tuple(map(self._gradient_of, without)))
+
+    def _gradient_of(self, index: int) -> str:
+        """Return a text that names the gradient of a parameter in `replicated`, equal on the ranks that compare it."""
+        topology, coordinate = self.registry.topology, self.registry.coordinate
+        others = (axis for axis in topology.axes if axis not in self._replicas[index] and topology.size(axis) > 1)
+        at = ", ".join(f"{axis}={coordinate[axis]}" for axis in others)
+        return f"{GRADIENT}{self._called.names[index]}{f' at {at}' if at else ''}"
 
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
         """Return an error that lists the values that differ between ranks. Every rank must call it; all errors are equal.
@@ -503,14 +558,15 @@ class StepAgreement:
         Args:
             facts: This rank's values in the step in which ranks disagreed. Default None: the values in `sent`.
             since: The first part of the message: the effect on the step. Default: the step was skipped on all ranks.
-        Collectives: an object all-gather; at most one more if a parameter is frozen. Host synchronization: yes.
+        Collectives: an object all-gather; at most one more if a parameter is frozen or has no gradient.
+        Host synchronization: yes.
         """
         return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
 
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
         """Return the text of an error: the values that differ between ranks, and advice.
 
-        Collectives: an object all-gather if a parameter is frozen and none is thawed.
+        Collectives: an object all-gather if a parameter is frozen or has no gradient, and none is thawed.
         """
         thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
         if thawed:
@@ -520,9 +576,14 @@ class StepAgreement:
         if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # the cause of the different sums of weights
             found = [(name, text) for name, text in found if not name.startswith(SUM_OF_WEIGHTS)]
         frozen = {name for of_rank in by_rank for name in of_rank.frozen}
-        if frozen:
-            own = by_rank[self.registry.global_rank].frozen
-            held = {f"requires_grad of {name}": str(name not in own) for name in self._called.names if name in frozen}
+        missing = {text for of_rank in by_rank for text in of_rank.without_gradient}
+        if frozen or missing:
+            own = by_rank[self.registry.global_rank]
+            names = (name for name in self._called.names if name in frozen)
+            held = {f"requires_grad of {name}": str(name not in own.frozen) for name in names}
+            for text in map(self._gradient_of, self._replicas):
+                if text in missing:
+                    held[text] = "missing" if text in own.without_gradient else "present"
             found += _different(gather_objects(held, self.registry))
         if not found:
             return UNNAMED
@@ -551,6 +612,11 @@ ADVICE = {  # by prefix of a fact's name
         "first that a rank computes from its own loss or gradients."
     ),
     "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
+    GRADIENT: (
+        "These ranks hold replicas of the parameter, and each must compute its whole gradient, or the replicas diverge: "
+        "use the parameter on all of them, or on none of them. If each rank computes a part of the gradient, declare that: "
+        "P(partial=...) with the axis."
+    ),
     "requires_grad": "Call requires_grad_ on every rank that holds the parameter, between the same two steps.",
     "": (
         "Give all ranks the same hyper-parameters: a rank that sets them from local values, such as a "

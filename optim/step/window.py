@@ -44,7 +44,7 @@ from ..norm.global_norm import PackedSum
 from ..norm.powers import accumulation_dtype
 
 if TYPE_CHECKING:
-    from .step_agreement import StepAgreement
+    from .step_agreement import ParamFacts, StepAgreement
 
 # The window's weight --------------------------------------------------------------------------------------------------
 
@@ -348,17 +348,16 @@ class Window:
         """Return True if the micro-batches so far were given weights, including weights of 0."""
         return bool(self._weighted)
 
-    def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    def number_of_facts(self, agreement: StepAgreement, params: ParamFacts) -> int:
         """Return this rank's number in the field ``"agreement"``, whose sum over ranks is 0 if their settings agree.
 
         Host synchronization: that of `StepAgreement.number`.
 
         Args:
             agreement: The comparison of settings between ranks.
-            changed: Two tuples of parameter indices: parameters that were frozen since they were added to the
-                optimizer, and parameters that were unfrozen since then.
+            params: The parameters that are frozen, unfrozen or without a gradient.
         """
-        return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, *changed, self.explicit)
+        return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, params, self.explicit)
 
     @property
     def count(self) -> int:

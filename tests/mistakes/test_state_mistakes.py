@@ -315,6 +315,24 @@ def parameter_without_gradient_on_one_rank(run: Run) -> None:
         optimizer.step()
 
 
+@mistake(
+    "data=2,tensor=2",
+    Error(RuntimeError, "the gradient of down.bias at data=0 is present on rank 0 and missing on rank 1"),
+    write="use the parameter on all tensor ranks",
+)
+def gradient_missing_on_one_tensor_rank(run: Run) -> None:
+    """A replicated parameter that one tensor rank no longer uses, after the first step."""
+    optimizer = run.optimizer()
+    bias = run.model.down.bias
+    for step in range(20):
+        optimizer.zero_grad()
+        if step == 1 and run.registry.rank("tensor"):
+            del run.model.down.bias
+            run.model.down.register_buffer("bias", bias.detach().clone())
+        optimizer.backward(run.loss(step))
+        optimizer.step()
+
+
 @mistake("data=2", Right(), write="both share their parameters")
 def compiled_model(run: Run) -> None:
     """An optimizer created from the bare model, and training with the compiled model."""

@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from .mesh.registry import order_launches
+
 # Environment variables of launchers: the rank of this process, and the address of rank 0 ------------------------------
 
 #     torchrun    RANK  WORLD_SIZE  LOCAL_RANK  MASTER_ADDR  MASTER_PORT
@@ -363,9 +365,7 @@ def init_distributed(
     device = _device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # With this setting, collectives of several groups run on the GPU in the order of their launches, which is the
-        # same on all ranks. Otherwise they could run in different orders on several streams, and deadlock.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        order_launches(None)
     _join(backend, place, timeout, device if device.type == "cuda" else None)
     return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
 

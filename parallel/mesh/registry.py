@@ -18,6 +18,7 @@ import itertools
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -198,6 +199,34 @@ def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
+
+
+# Order of NCCL's collectives ------------------------------------------------------------------------------------------
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+def order_launches(world: dist.ProcessGroup | None) -> None:
+    """Make collectives of several NCCL groups run on the GPU in the order of their launches.
+
+    This order is the same on all ranks. Without it, collectives could run in different orders on several streams, and
+    deadlock. The function sets the environment variable `LAUNCH_ORDER` to 1, unless it is set. NCCL 2.26 and newer read
+    it once per process, before the first collective. If the default group already ran a collective, the function warns.
+
+    Args:
+        world: The default group; None: it does not exist yet.
+    Collectives, host synchronization: none.
+    """
+    if LAUNCH_ORDER in os.environ:
+        return
+    os.environ[LAUNCH_ORDER] = "1"
+    if world is not None and world._get_sequence_number_for_group() > 0:
+        warnings.warn(
+            f"NCCL ran collectives before {LAUNCH_ORDER}=1 was set, so collectives of several process groups can run in "
+            "different orders on different ranks, and deadlock: call init_distributed() instead of init_process_group(), "
+            "or set the variable before the first collective",
+            stacklevel=4,
+        )
 
 
 # Default group --------------------------------------------------------------------------------------------------------
@@ -421,6 +450,8 @@ class ProcessGroupRegistry:
         if self._world is not None and not exclusive_groups and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
         _alive.add(self)
+        if self._world is not None and topology.world_size > 1 and "nccl" in dist.get_backend_config(self._world):
+            order_launches(self._world)
         if self._world is not None and topology.world_size > 1 and not is_fake():
             answer_questions(self._world)
             let_threads_finish()

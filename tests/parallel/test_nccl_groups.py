@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh.registry import cuda_device, end_local_group, new_local_group
+from meshstep.parallel.mesh.registry import LAUNCH_ORDER, cuda_device, end_local_group, new_local_group, order_launches
 from torch.distributed import distributed_c10d
 from world import World
 
@@ -178,3 +178,63 @@ def test_end_local_group_aborts_only_on_request(monkeypatch: pytest.MonkeyPatch)
     end_local_group(group)
     end_local_group(group, abort=True)
     assert calls == ["destroy", "abort"]
+
+
+# Order of launches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unordered(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove the variable of the launch order; its value is restored after the test."""
+    monkeypatch.setenv(LAUNCH_ORDER, "")
+    monkeypatch.delenv(LAUNCH_ORDER)
+    return monkeypatch
+
+
+def after(collectives: int) -> Any:
+    """Return a default group that has run this many collectives."""
+    return SimpleNamespace(_get_sequence_number_for_group=lambda: collectives)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("group", [None, after(0)])
+def test_launch_order_is_set_before_the_first_collective(unordered: pytest.MonkeyPatch, group: Any) -> None:
+    order_launches(group)
+    assert os.environ[LAUNCH_ORDER] == "1"
+
+
+def test_launch_order_that_nccl_can_no_longer_read_is_a_warning(unordered: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match=r"NCCL ran collectives before .*call init_distributed\(\)"):
+        order_launches(after(1))
+    order_launches(after(1))  # the variable is set now: no second warning
+
+
+@pytest.mark.filterwarnings("error")
+def test_launch_order_of_the_user_is_kept(unordered: pytest.MonkeyPatch) -> None:
+    unordered.setenv(LAUNCH_ORDER, "0")
+    order_launches(after(1))
+    assert os.environ[LAUNCH_ORDER] == "0"
+
+
+def launch_orders() -> tuple[list[int], list[str | None]]:
+    """Return how often the default group counts two collectives, and the variable with registries over gloo and NCCL."""
+    group, counts = dist.group.WORLD, list[int]()
+    assert group is not None
+    for _ in range(3):
+        counts.append(group._get_sequence_number_for_group())
+        dist.all_reduce(torch.zeros(1))
+    found: list[str | None] = []
+    for backend in ("gloo", "cpu:gloo,cuda:nccl"):
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(dist, "get_backend_config", lambda *_, config=backend: config),
+            mock.patch.object(type(group), "_get_sequence_number_for_group", return_value=0),
+        ):
+            os.environ.pop(LAUNCH_ORDER, None)
+            with ProcessGroupRegistry(Topology(data=2)):
+                found.append(os.environ.get(LAUNCH_ORDER))
+    return [count - counts[0] for count in counts], found
+
+
+def test_registry_sets_the_launch_order_over_nccl_only(world: World) -> None:
+    assert world.run(2, launch_orders) == [([0, 1, 2], [None, "1"])] * 2

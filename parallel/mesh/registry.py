@@ -220,7 +220,7 @@ def order_launches(world: dist.ProcessGroup | None) -> None:
     if LAUNCH_ORDER in os.environ:
         return
     os.environ[LAUNCH_ORDER] = "1"
-    if world is not None and world._get_sequence_number_for_group() > 0:
+    if world is not None and world._get_sequence_number_for_group() > 0:  # type: ignore[attr-defined]
         warnings.warn(
             f"NCCL ran collectives before {LAUNCH_ORDER}=1 was set, so collectives of several process groups can run in "
             "different orders on different ranks, and deadlock: call init_distributed() instead of init_process_group(), "

@@ -29,7 +29,8 @@ EXPORTING = ("parallel", "amp", "optim")  # packages whose names `meshstep` expo
 # directly in the package; "*" stands for all files in no other layer. `__init__` is above all layers.
 LAYERS: Mapping[str, tuple[frozenset[str], ...]] = {
     "parallel": (
-        frozenset({"mesh", "launch"}),
+        frozenset({"mesh"}),
+        frozenset({"launch"}),
         frozenset({"layout", "data", "ranks"}),
         frozenset({"interop", "layers"}),
         frozenset({"adapters"}),

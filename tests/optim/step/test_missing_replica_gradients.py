@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     skipped: int
 
 
-def trained(sizes: dict[str, int], options: dict[str, Any], without: set[int], spec: P, start: int) -> Outcome:
+def trained(sizes: dict[str, Any], options: dict[str, Any], without: set[int], spec: P, start: int) -> Outcome:
     """Train two parameters; from step ``start`` on, the ranks in ``without`` do not use the second one.
 
     With ``spec`` partial over an axis, each rank's gradient is a summand.

@@ -29,6 +29,7 @@ from .mesh.collectives import (
     scatter_to,
 )
 from .mesh.registry import ProcessGroupRegistry
+from .mesh.stop_gradient import stop_gradient
 from .mesh.topology import Role, Topology
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "scatter_to",
     "shard",
     "spec_of",
+    "stop_gradient",
     "unshard",
     "vocab_parallel_cross_entropy",
 ]

@@ -30,6 +30,7 @@ from ...parallel.interop.local_parameters import fully_sharded, has_dtensors, lo
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.random_state import random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.stop_gradient import ConstantRecord
 from ...parallel.mesh.topology import Topology
 from .contracts import KnownParameter, Measured
 
@@ -49,7 +50,8 @@ Losses = Sequence[float | None]
 class Objective:
     """``loss_fn(model)`` as a repeatable function: every call begins with the same random states and buffers.
 
-    A call restores the buffers. Gradients and random states change; `close` restores them.
+    Results of `stop_gradient` keep their values of the first call. A call restores the buffers. Gradients and random
+    states change; `close` restores them.
 
     Args:
         model: The model.
@@ -73,6 +75,7 @@ class Objective:
         ]
         self._fully_sharded = fully_sharded(model)
         self._random = random_state()
+        self._constants = ConstantRecord()
         self._backward_is_ours = True
         self.calls = 0
 
@@ -134,7 +137,8 @@ class Objective:
         set_random_state(self._random)
         self.calls += 1
         try:
-            yield
+            with self._constants.recorded():
+                yield
         finally:
             with torch.no_grad():
                 for module, name, buffer, before in self._buffers:

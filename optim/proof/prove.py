@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.adapters.declaration import random_factors
+from ...parallel.adapters.declaration import constant_norms, derived_specs, random_factors
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.layout.spec import P
+from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.deprecation import renamed_fields, renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
@@ -152,8 +154,10 @@ def prove(
 
     Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
     with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random numbers in
-    every forward. A factor of a LoRA adapter that is zero gets random values, because the gradient of the other factor
-    would be zero too. Gradients, buffers, parameters and random states are restored before the call returns.
+    every forward. A detached tensor that depends on parameters makes their gradients wrong, unless the module passes it
+    through `stop_gradient`, as DoRA does with the norm of its weight. A factor of a LoRA adapter that is zero gets random
+    values, because the gradient of the other factor would be zero too. Gradients, buffers, parameters and random states
+    are restored before the call returns.
 
     Args:
         model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
@@ -169,8 +173,8 @@ def prove(
         seed: Seed of the random directions. Default: 0.
 
     Raises:
-        ValueError: ``max_parameters`` is below 1. On every rank: a parameter is not declared, or a loss is missing, not
-            finite or not a single number.
+        ValueError: ``max_parameters`` is below 1. On every rank: a parameter is not declared, an adapter is merged, or a
+            loss is missing, not finite or not a single number.
         RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
             here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
             collective must time out first.
@@ -429,7 +433,8 @@ def examine(
         raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
     if most is not None and most < 1:
         raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
-    with in_float64(model) if dtype is not None else nullcontext(), random_factors(model, registry, seed):
+    in_dtype = in_float64(model) if dtype is not None else nullcontext()
+    with in_dtype, random_factors(model, registry, seed), constant_norms(model):
         objective = Objective(model, loss_fn, registry)
         try:
             return _Examination(model, objective, registry, most, seed, contracts_of).run()
@@ -464,6 +469,7 @@ class _Examination:
         self.left_out = [known for known in everything if known not in self.known]
         given = {} if contracts_of is None else contracts_of(self.measured)
         self.inferring = contracts_of is not None
+        self.derived = dict(ChainMap(*gather_objects(derived_specs(model), registry)))
         self.contracts = given or self._declared(model)
 
     def _declared(self, model: nn.Module) -> dict[str, GradientContract]:
@@ -631,6 +637,8 @@ class _Examination:
     def _finding(
         self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
     ) -> Finding:
+        if spec is not None and not self.inferring:
+            spec = self.derived.get(known.name, spec)  # another spec may fit the gradients, but not the base layer
         return Finding(
             known.label,
             known.module,

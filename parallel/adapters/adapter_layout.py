@@ -16,6 +16,15 @@ scattered or gathered too where the base layer does so:
     3-D                   P(None, output,        all-gather over input,           P(input, partial=(weight, output))
                             partial=(weight,     reduce-scatter over output
                             input))
+    ... embedding         P(partial=(weight,     `copy_to`                        P(output, partial=(weight, input))
+                            input))
+    ... classifier        P(None, output,        `reduce_from`                    P(partial=(weight, input))
+                            partial=(weight,
+                            input))
+
+DoRA also needs the norms of the rows of the adapted weight. Each rank adds up the squares of its shard of the weight, and
+an all-reduce sums them over the axes that shard the rows. On `Linear2D` the weight's input features are sharded over
+another axis than A, so A is gathered first. On `Classifier2D` B and the norms are gathered.
 
 With `copy_to` between A and B, the gradient of A's output is the sum over the axis, so the gradients of A and of the input
 are complete on every rank. Without it both would be partial, and `P(partial=axis)` would correct A only, not the layers
@@ -31,10 +40,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..interop.local_parameters import has_dtensors, spec_of
+from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layers.embedding import Classifier2D, Embedding2D
 from ..layers.tensor_2d import Linear2D
-from ..layers.tensor_3d import DiagonalTable, Linear3D
+from ..layers.tensor_3d import DiagonalTable, Embedding3D, Linear3D
 from ..layout.annotation import annotation_of
 from ..layout.shard import joined_in_order, local_index, local_shape, spans_of_pieces
 from ..layout.spec import P
@@ -89,9 +98,22 @@ class AdapterLayout:
         return P().with_dims([self.second.joint_dim_axes(0)], partial=self.second.partial, blocks=self.second.blocks)
 
     @property
-    def reduced_axes(self) -> Axes | None:
-        """Return the axes over which the squares of a row of the weight must be summed; None if DoRA is not supported."""
+    def reduced_axes(self) -> Axes:
+        """Return the axes that shard the rows of the weight, over which the squares of a row must be summed."""
         return ()
+
+    def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of A and the rows of B that belong to this rank's shard of the weight."""
+        return a, b
+
+    def norms_of_output(self, norms: Tensor) -> Tensor:
+        """Return the norms of the rows of B, from those of the rows of this rank's shard of the weight."""
+        return norms
+
+    def added_bias(self, base: nn.Module) -> Tensor | None:
+        """Return the bias that the base layer adds to its output before it gathers the output; None without one."""
+        bias = getattr(base, "bias", None)
+        return None if bias is None else local_tensor(bias)
 
     def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
         """Return ``B @ A @ input``, sharded like ``output``.
@@ -173,8 +195,8 @@ class RowLayout(AdapterLayout):
         return self.axes
 
     @property
-    def reduced_axes(self) -> Axes | None:
-        return None if self.is_embedding else self.axes
+    def reduced_axes(self) -> Axes:
+        return self.axes
 
     def enter(self, input: Tensor) -> Tensor:
         (features,) = local_shape(
@@ -211,8 +233,36 @@ class GridLayout(AdapterLayout):
         return self.row, self.col
 
     @property
-    def reduced_axes(self) -> Axes | None:
-        return None
+    def reduced_axes(self) -> Axes:
+        return (self.row,) if self.is_transposed_weight else (self.col,)
+
+    def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_embedding:
+            return a, b
+        if self.is_transposed_weight:  # the weight's input features are sharded over `row`, those of A over `col`
+            a = all_gather_to(a, self.registry, self.col, dim=1, length=self.in_features)
+            return self._own_rows(a.t()).t(), b
+        return a, self._own_rows(all_gather_to(b, self.registry, self.col, dim=0, length=self.out_features))
+
+    def norms_of_output(self, norms: Tensor) -> Tensor:
+        if self.is_transposed_weight:
+            return norms
+        return self._own_rows(
+            all_gather_to(norms, self.registry, self.row, dim=0, length=self.out_features), axis=self.col
+        )
+
+    def added_bias(self, base: nn.Module) -> Tensor | None:
+        if isinstance(base, Linear2D):
+            return base._column_bias()
+        bias = getattr(base, "bias", None)
+        return None if bias is None else copy_to(bias, self.registry, self.row)
+
+    def _own_rows(self, full: Tensor, axis: str | None = None) -> Tensor:
+        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``. None: on `row`."""
+        ((offset, length),) = P(axis or self.row).spans(
+            0, full.size(0), self.registry.topology, self.registry.coordinate
+        )
+        return full.narrow(0, offset, length)
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
@@ -232,6 +282,7 @@ class CubeLayout(AdapterLayout):
     """The layout for `Linear3D`, with the names of its axes."""
 
     input: str = "input"
+    weight: str = "weight"
     output: str = "output"
 
     @property
@@ -239,8 +290,20 @@ class CubeLayout(AdapterLayout):
         return self.input, self.output
 
     @property
-    def reduced_axes(self) -> Axes | None:
-        return None
+    def reduced_axes(self) -> Axes:
+        return self.output, self.weight
+
+    def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self._own_rows(a.t()).t(), b
+
+    def added_bias(self, base: nn.Module) -> Tensor | None:
+        bias = getattr(base, "bias", None)
+        return None if bias is None else copy_to(bias, self.registry, self.weight, self.output)
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """Return the chunk of ``rows`` along dim 0 for this rank's coordinate on `weight`."""
+        ((offset, length),) = P(self.weight).spans(0, rows.size(0), self.registry.topology, self.registry.coordinate)
+        return rows.narrow(0, offset, length)
 
     def join(self, hidden: Tensor) -> Tensor:
         hidden = all_gather_to(hidden, self.registry, self.input, dim=0)
@@ -283,10 +346,10 @@ def layout_of(
     if found is not None:
         return found
     weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(base, DiagonalTable):
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(
-            f"{name} is a {type(base).__name__} without a weight of two dims that every rank holds; LoRA adapts "
-            "linear layers and embeddings, so leave this layer out, or write an adapter of your own"
+            f"{name} is a {type(base).__name__} without a weight of two dims; LoRA adapts linear "
+            " layers and embeddings, so leave this layer out, or write an adapter of your own"
         )
     topology = registry.topology
     # `fully_shard` gathers weights for the forward, so the layer computes without the data axes of a DTensor.
@@ -373,6 +436,56 @@ def without_axes(spec: P, axes: Iterable[str]) -> P:
     return P().with_dims(dims, partial=spec.partial, blocks=blocks)
 
 
+def mesh_axes_of(param: Any, topology: Topology) -> set[str]:
+    """Return the axes of the topology of which the mesh of a DTensor consists."""
+    from ..interop.dtensor import check_mesh, mesh_axes
+
+    known = check_mesh(param, topology)
+    return {axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))}
+
+
+def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) -> None:
+    """Raise ValueError if a factor is declared with other shards than its base layer requires.
+
+    Axes of size 1, and axes over which gradients are partial, are not compared. The result is the same on every rank that
+    has declared the same layouts.
+
+    Args:
+        factors: (name, parameter) pairs of A, B and, with DoRA, the magnitudes.
+        layout: The layout of the adapter, derived from the base layer.
+    """
+    topology = layout.registry.topology
+    for (name, param), expected in zip(factors, (layout.first, layout.second, layout.magnitude), strict=False):
+        if topology.world_size == 1:
+            return
+        try:
+            declared = spec_of(param, topology)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        stored: Axes = ()
+        if has_dtensors((param,)):  # `fully_shard` may have sharded the factor further, over data axes
+            meshed = mesh_axes_of(param, topology)
+            stored = tuple(axis for axis in declared.sharded_axes if axis in meshed and topology.role(axis) == "data")
+        if _shards(declared, topology, stored) != _shards(expected, topology, stored):
+            raise ValueError(
+                f"{name} is declared {declared}, but beside its base layer it must be {expected}; call "
+                f"declare_adapters(model) last, or declare(model, {{{name!r}: {expected}}})"
+            )
+
+
+def _shards(spec: P, topology: Topology, without: Axes) -> object:
+    """Return a description of how a spec shards a tensor, equal for specs that give every rank the same shards."""
+    dims = [
+        [
+            (tuple(kept), spec.block_sizes(part[0]))
+            for part in spec.joint_dim_axes(dim)
+            if (kept := [axis for axis in part if topology.size(axis) > 1 and axis not in without])
+        ]
+        for dim in range(2)
+    ]
+    return dims, spec.owned
+
+
 def _spec(spec: P, dims: Sequence[int | tuple[()]], inner: Axes, stacked: Axes) -> P:
     """Return the spec of a factor: per dim the tensor axes of a dim of the weight; experts are stacked along dim 0."""
     entries: list[list[tuple[str, ...]]] = []
@@ -443,7 +556,15 @@ def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLay
         x, w, y = base.input, base.weight_axis, base.output
         first, second = P(None, y, partial=(w, x)), P(x, partial=(w, y))
         sizes = base.in_features, base.out_features
-        return CubeLayout(registry, *sizes, first, second, is_transposed_weight=True, input=x, output=y)
+        return CubeLayout(registry, *sizes, first, second, is_transposed_weight=True, input=x, weight=w, output=y)
+    if isinstance(base, DiagonalTable):
+        y, both = base.output, (base.weight_axis, base.input)
+        if isinstance(base, Embedding3D):
+            first, second = P(partial=both), P(y, partial=both)
+            options: dict[str, Any] = {"is_embedding": True, "is_transposed_weight": True, "axes": (y,)}
+            return ColumnLayout(registry, base.rows, base.features, first, second, **options)
+        first, second = P(None, y, partial=both), P(partial=both)
+        return RowLayout(registry, base.features, base.rows, first, second, axes=(y,))
     if not isinstance(base, Linear2D | Classifier2D | Embedding2D):
         return None
     spec = spec_of(base.weight, registry.topology)

@@ -7,7 +7,7 @@ PEFT is not imported: its layers are found by their attributes ``lora_A``, ``lor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,11 +22,13 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..mesh.agreement import gather_objects
 from ..mesh.registry import ProcessGroupRegistry
-from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, ColumnLayout, RowLayout, layout_of, without_axes
+from ..mesh.stop_gradient import stop_gradient
+from ..mesh.text import some
+from .adapter_layout import AdapterLayout, ColumnLayout, RowLayout, check_specs, layout_of, mesh_axes_of, without_axes
 from .lora import LoRA
 
 _PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
+_EXPERT_AXES = "_meshstep_expert_axes"  # attribute of an adapter's module: the argument of `declare_adapters`
 _INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
 
 
@@ -110,13 +112,29 @@ def declare_adapters(
         if not has_dtensors((param,)):
             annotate(param, spec, name, full_shape=full_shape)
         else:
-            annotate(param, without_axes(spec, _mesh_axes(param, registry.topology)), name)
+            annotate(param, without_axes(spec, mesh_axes_of(param, registry.topology)), name)
+    for adapter in adapters_of(model):
+        setattr(adapter.module, _EXPERT_AXES, expert_axes)
     declared = {name: spec for name, (_, spec, _) in decided.items()}
     for name, original, copy in saved:
         if annotation_of(original) is not None:
             copy_annotation(original, copy)
             declared[name] = spec_of(copy)
     return declared
+
+
+def derived_layout(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
+    """Return the layout of an adapter after `declare_adapters`, derived from its base layer.
+
+    Raises:
+        ValueError: A factor is declared with other shards than the base layer requires; or as in `declare_adapters`.
+    """
+    layout = _layout(adapter, registry, None, getattr(adapter.module, _EXPERT_AXES, ()))
+    params = (adapter.first, adapter.second, adapter.magnitude)
+    check_specs(
+        ((name, param) for name, param in zip(adapter.names, params, strict=False) if param is not None), layout
+    )
+    return layout
 
 
 # Finding adapters -----------------------------------------------------------------------------------------------------
@@ -219,6 +237,33 @@ def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 # Random values of zero factors ----------------------------------------------------------------------------------------
 
 
+def derived_specs(model: nn.Module) -> dict[str, P]:
+    """Return the specs of the factors of all `LoRA` modules, derived from their base layers, by the factors' names."""
+    found: dict[str, P] = {}
+    for adapter in adapters_of(model):
+        if isinstance(adapter.module, LoRA):
+            layout = adapter.module._layout
+            found |= zip(adapter.names, (layout.first, layout.second, layout.magnitude), strict=False)
+    return found
+
+
+@contextmanager
+def constant_norms(model: nn.Module) -> Iterator[None]:
+    """Context manager in which PEFT's DoRA layers pass the norm of their weight through `stop_gradient`."""
+    layers = [module for module in model.modules() if callable(getattr(module, "get_weight_norm", None))]
+    for layer in layers:
+        vars(layer)["get_weight_norm"] = _constant(layer.get_weight_norm)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["get_weight_norm"]
+
+
+def _constant(function: Any) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: stop_gradient(function(*args, **kwargs))
+
+
 @contextmanager
 def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int = 0) -> Iterator[tuple[str, ...]]:
     """Context manager that sets the zero factors of all adapters to random values, and sets them to zero at its end.
@@ -237,6 +282,8 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
         model: A model with adapters (`declare_adapters`). Without adapters the context does nothing.
         registry: The process groups.
         seed: Seed of the values. Default: 0.
+    Raises:
+        ValueError: On every rank: an adapter is merged on a rank.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     factors = {
@@ -245,8 +292,14 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
         for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
     }
     zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
-    by_rank = gather_objects(zero, registry)
-    names = tuple(name for name in factors if all(of_rank.get(name, True) for of_rank in by_rank))
+    merged = [adapter.name for adapter in adapters_of(model) if _is_merged(adapter.module)]
+    by_rank = gather_objects((zero, merged), registry)
+    if merged := [*dict.fromkeys(name for _, names_of_rank in by_rank for name in names_of_rank)]:
+        raise ValueError(
+            f"the adapter of {some(merged)} is merged, so its factors take no part in the forward and have no "
+            "gradients to check; call unmerge() first"
+        )
+    names = tuple(name for name in factors if all(of_rank.get(name, True) for of_rank, _ in by_rank))
     try:
         for name in names:
             _fill(factors[name], name, registry, seed)
@@ -255,6 +308,11 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
         with torch.no_grad():
             for name in names:
                 local_tensor(factors[name]).zero_()
+
+
+def _is_merged(module: nn.Module) -> bool:
+    """Return True if an adapter of meshstep or of PEFT is merged into its base layer."""
+    return bool(getattr(module, "is_merged", False) or getattr(module, "merged", False))
 
 
 @torch.no_grad()
@@ -346,7 +404,7 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
     single = without_axes(spec, layout.stacked)
     expected, found = local_shape(full, single, topology, coordinate), tuple(local_tensor(param).shape)
     if has_dtensors((param,)):
-        meshed = _mesh_axes(param, topology)
+        meshed = mesh_axes_of(param, topology)
         placed = spec_of(param, topology)
         stored = [axis for axis in placed.sharded_axes if axis in meshed and topology.role(axis) == "data"]
         outside = [axis for axis in (*placed.sharded_axes, *single.sharded_axes) if axis not in meshed]
@@ -362,11 +420,3 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
             f"{name} has shape {found} on this rank, but its base layer needs {expected}, the shard of {full} with "
             f"{single}; {_INSTEAD}"
         )
-
-
-def _mesh_axes(param: Any, topology: Topology) -> set[str]:
-    """Return the axes of the topology of which the mesh of a DTensor consists."""
-    from ..interop.dtensor import check_mesh, mesh_axes
-
-    known = check_mesh(param, topology)
-    return {axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))}

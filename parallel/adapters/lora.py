@@ -19,14 +19,18 @@ from torch import Tensor, nn
 
 from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layers.initialization import draw_embedding, draw_linear, keep_shard
+from ..layers.tensor_3d import DiagonalTable
 from ..layout.annotation import annotate
 from ..layout.shard import unshard
 from ..layout.spec import P, Span
 from ..mesh.collectives import Over, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
 from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, layout_of, weight_spec, without_axes
+from .adapter_layout import AdapterLayout, check_specs, layout_of, weight_spec, without_axes
+
+_NO_NAME = "the base layer"
 
 
 class LoRA(nn.Module):
@@ -45,12 +49,13 @@ class LoRA(nn.Module):
         registry: The process groups. None: those of a layer of meshstep, or one rank if ``torch.distributed`` is not
             initialised. Default: None.
         use_rslora: If True, the output is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
-        use_dora: If True, each row of the adapted weight is rescaled to a trained magnitude (DoRA). Not supported on
-            embeddings, 2-D and 3-D layers. Default: False.
+        use_dora: If True, each row of the adapted weight [out, in] is rescaled to a trained magnitude (DoRA). Every
+            forward then computes the norm of the weight. Default: False.
         sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
             this name of the base layer, or else False. Default: None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
-        generator: Random generator for A, in the same state on all ranks. None: torch's default generator.
+        generator: Random generator for A, in the same state on all ranks, or one per rank along ``expert_axes``. None:
+            torch's default generator.
         dtype: Of the factors. None: the dtype of the base layer's weight.
 
     Attributes:
@@ -62,7 +67,7 @@ class LoRA(nn.Module):
 
     Shapes: input and output as in the base layer. If it returns a tuple, the first tensor is adapted.
     Raises:
-        ValueError: ``r`` is not positive; the layer is not supported or not declared; or DoRA is not supported on it.
+        ValueError: ``r`` is not positive; or the layer is not supported or not declared.
     Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
     vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`.
     Host synchronization: none in forward and backward.
@@ -79,30 +84,26 @@ class LoRA(nn.Module):
         use_dora: bool = False,
         sequence_parallel: bool | None = None,
         expert_axes: str | tuple[str, ...] = (),
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         dtype: torch.dtype | None = None,
-        name: str = "the base layer",
+        name: str = _NO_NAME,
     ) -> None:
         super().__init__()
         if type(r) is not int or r < 1:
             raise ValueError(f"{name}: r={r!r} must be a positive integer; write the rank of the adapter, such as r=8")
         registry = _registry_for(base, registry, name)
         layout = layout_of(base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
-        if use_dora and layout.reduced_axes is None:
-            raise ValueError(
-                f"{name}: DoRA is not supported on a {type(base).__name__} with the weight {spec_of(base.weight)}; "  # type: ignore[arg-type]
-                "leave out use_dora=True for this layer"
-            )
         self.base_layer = base.requires_grad_(False)
         self.r, self.alpha, self.use_rslora, self.use_dora = r, alpha, use_rslora, use_dora
         self.scaling = alpha / (math.sqrt(r) if use_rslora else r)
         self.is_merged = False
-        self._layout = layout
+        self._name, self._layout = name, layout
         registry.create_groups(*layout.communicating_axes)
-        weight: Any = base.weight
-        drawn: dict[str, Any] = {"device": weight.device, "dtype": dtype or weight.dtype}
+        like: Any = base.get_buffer("_like") if isinstance(base, DiagonalTable) else base.weight
+        drawn: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
         experts = registry.size(*layout.stacked) if layout.stacked else 1
-        pairs = [_draw_factors(layout, r, generator, drawn) for _ in range(experts)]
+        of_experts = generator if isinstance(generator, Sequence) else [generator] * experts
+        pairs = [_draw_factors(layout, r, of_expert, drawn) for of_expert in of_experts]
         a, b = (torch.cat(factors) if experts > 1 else factors[0] for factors in zip(*pairs, strict=True))
         self.lora_A = keep_shard(a, layout.first, registry)
         self.lora_B = keep_shard(b, layout.second, registry)
@@ -128,7 +129,8 @@ class LoRA(nn.Module):
         if self.lora_magnitude_vector is None:
             adapted = output + product.to(output.dtype)
         else:
-            scale = self.lora_magnitude_vector / self._row_norms().to(self.lora_magnitude_vector.dtype)
+            norms = stop_gradient(self._row_norms()).to(self.lora_magnitude_vector.dtype)
+            scale = self.lora_magnitude_vector / norms
             bias = self._added_bias(result, output)
             linear = output if bias is None else output - bias
             adapted = layout.leave(scale, output).to(output.dtype) * (linear + product.to(output.dtype))
@@ -144,35 +146,45 @@ class LoRA(nn.Module):
                 raise
             return getattr(super().__getattr__("base_layer"), name)
 
+    def named_factors(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes. Names start with that of the layer."""
+        prefix = "" if self._name == _NO_NAME else f"{self._name}."
+        return [(f"{prefix}{name}", param) for name, param in self.named_parameters(recurse=False)]
+
     def extra_repr(self) -> str:
         options = [text for text, used in (("rsLoRA", self.use_rslora), ("DoRA", self.use_dora)) if used]
         return ", ".join([f"r={self.r}", f"alpha={self.alpha}", *options])
 
     @torch.no_grad()
-    def _row_norms(self) -> Tensor:
-        """Return the norms of the rows of the adapted weight that this rank computes with: [out on this rank].
+    def _row_norms(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the norms of the rows of the adapted weight that this rank computes with: [rows of B on this rank].
 
-        Collectives: for a row-parallel layer, an all-reduce over its axes.
+        Args:
+            dtype: Dtype of the computation. None: the weight's, at least float32.
+        Collectives: an all-reduce over the axes that shard the rows. On `Linear2D` an all-gather of A, on `Classifier2D` of
+        B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table.
         """
-        a, b = local_tensor(self.lora_A), local_tensor(self.lora_B)
-        weight = _computed_weight(self._weight, (b.size(0), a.size(1)), self._layout)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        layout = self._layout
+        a, b = layout.factors_of_weight(local_tensor(self.lora_A), local_tensor(self.lora_B))
+        weight = _computed_weight(self._weight, (b.size(0), a.size(1)), layout)
+        dtype = dtype or torch.promote_types(weight.dtype, torch.float32)
         squares = (weight.to(dtype) + self.scaling * b.to(dtype) @ a.to(dtype)).square().sum(1)
-        axes = self._layout.reduced_axes
-        if axes and self._layout.registry.size(*axes) > 1:
-            squares = all_reduce(squares, Over(self._layout.registry, axes, call="LoRA"))
-        return squares.sqrt()
+        axes = layout.reduced_axes
+        if axes and layout.registry.size(*axes) > 1:
+            squares = all_reduce(squares, Over(layout.registry, axes, call="LoRA"))
+        return layout.norms_of_output(squares.sqrt())
 
     def _added_bias(self, result: Any, output: Tensor) -> Tensor | None:
         """Return the bias that the base layer has added to its output, in the layout of the output; None without one."""
-        bias = getattr(self.base_layer, "bias", None)
-        if bias is None or (isinstance(result, tuple) and len(result) > 1 and result[1] is not None):
+        if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
             return None
-        return self._layout.leave(local_tensor(bias), output).to(output.dtype)
+        bias = self._layout.added_bias(self.base_layer)
+        return None if bias is None else self._layout.leave(bias, output).to(output.dtype)
 
     @property
     def _weight(self) -> Tensor:
-        weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
+        base = self.base_layer
+        weight: Tensor = base.table() if isinstance(base, DiagonalTable) else base.weight  # type: ignore[assignment]
         return weight
 
     # Merging ----------------------------------------------------------------------------------------------------------
@@ -185,17 +197,19 @@ class LoRA(nn.Module):
 
             model.up.merge()
 
+        Raises:
+            ValueError: A factor is declared with other shards than its base layer requires. The weight is unchanged.
         Collectives: all-gathers of the factors over the axes that shard them; with DoRA also an all-reduce over the axes
         that shard the rows of the weight. Host synchronization: yes, if there are collectives.
         """
         if self.is_merged:
             return
-        weight = local_tensor(self._weight)
-        merged = weight.double() + self._change()
+        change, weight = self._change(), self._weight_shard()
+        merged = None if weight is None else weight.double() + change
         if self.lora_magnitude_vector is not None:
             self._merged_scale = self._scale(merged)
-            merged = merged * self._merged_scale
-        weight.copy_(merged)
+        if weight is not None and merged is not None:
+            weight.copy_(merged if self._merged_scale is None else merged * self._merged_scale)
         self.is_merged = True
 
     @torch.no_grad()
@@ -210,12 +224,16 @@ class LoRA(nn.Module):
         """
         if not self.is_merged:
             return
-        weight = local_tensor(self._weight)
-        before = weight.double()
-        if self._merged_scale is not None:
-            before = before / self._merged_scale
-        weight.copy_(before - self._change())
+        change, weight = self._change(), self._weight_shard()
+        if weight is not None:
+            before = weight.double()
+            weight.copy_((before if self._merged_scale is None else before / self._merged_scale) - change)
         self._merged_scale, self.is_merged = None, False
+
+    def _weight_shard(self) -> Tensor | None:
+        """Return this rank's shard of the base weight; None on a rank that does not hold one."""
+        weight: Tensor | None = self.base_layer.weight  # type: ignore[assignment]
+        return None if weight is None else local_tensor(weight)
 
     def _change(self) -> Tensor:
         """Return ``scaling * B @ A`` for this rank's elements of the base weight, in the shape of its shard, in float64."""
@@ -226,6 +244,8 @@ class LoRA(nn.Module):
 
     def _weight_spec(self) -> P:
         """Return the current spec of the base weight, without the axes along which experts differ."""
+        if isinstance(self.base_layer, DiagonalTable):
+            return P(None, self.base_layer.output)
         return without_axes(weight_spec(self._weight, self._layout.registry.topology), self._layout.stacked)
 
     def _weight_spans(self) -> tuple[Sequence[Span], Sequence[Span]]:
@@ -238,14 +258,25 @@ class LoRA(nn.Module):
             spec.spans(dims[1], layout.in_features, *where),
         )
 
-    def _scale(self, adapted: Tensor) -> Tensor:
-        """Return magnitude / norm of each row of this rank's shard ``adapted`` of the adapted weight: [rows, 1]."""
-        squares, registry = adapted.square().sum(1, keepdim=True), self._layout.registry
-        axes = self._weight_spec().dim_axes(1)
-        if axes and registry.size(*axes) > 1:
-            squares = all_reduce(squares, Over(registry, axes, call="LoRA.merge"))
+    def _scale(self, adapted: Tensor | None) -> Tensor:
+        """Return magnitude / norm of the output features of this rank's shard of the weight, to be multiplied with it.
+
+        Args:
+            adapted: This rank's shard of the adapted weight, in float64. None on a rank that does not hold one.
+        """
+        layout, registry = self._layout, self._layout.registry
         magnitudes = _rows(full_factors(self)["magnitude"].double(), self._weight_spans()[0])
-        return magnitudes.unsqueeze(1) / squares.sqrt()
+        if isinstance(self.base_layer, DiagonalTable):
+            norms = self._row_norms(torch.float64)
+        else:
+            assert adapted is not None
+            dim = 0 if layout.is_transposed_weight else 1
+            squares, axes = adapted.square().sum(dim), self._weight_spec().dim_axes(dim)
+            if axes and registry.size(*axes) > 1:
+                squares = all_reduce(squares, Over(registry, axes, call="LoRA.merge"))
+            norms = squares.sqrt()
+        scale = magnitudes / norms
+        return scale if layout.is_transposed_weight else scale.unsqueeze(1)
 
 
 def add_lora(
@@ -262,7 +293,8 @@ def add_lora(
 
         adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
 
-    The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model.
+    The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model. In the
+    name of a layer of an expert, the number in the innermost `nn.ModuleList` is that of the dense model.
 
     Args:
         model: The model. All its parameters are frozen.
@@ -275,7 +307,7 @@ def add_lora(
     Raises:
         ValueError: A target is the name of no layer, or of a layer that has an adapter; then the model is unchanged. Or as
             in `LoRA`.
-    Collectives: none; with DoRA all-reduces over the axes of row-parallel layers. Host synchronization: none.
+    Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]
     modules = dict(model.named_modules())
@@ -293,12 +325,56 @@ def add_lora(
     model.requires_grad_(False)
     adapters = {}
     for name in (name for name in modules if name in found):
-        generator = torch.Generator(_device_of(found[name])).manual_seed(seed + zlib.crc32(name.encode()))
-        adapter = LoRA(found[name], r, alpha, registry, generator=generator, name=name, **options)
+        adapter = _seeded_lora(model, name, r, alpha, registry, seed, options)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, adapter)
         adapters[name] = adapter
     return adapters
+
+
+def _seeded_lora(
+    model: nn.Module,
+    name: str,
+    r: int,
+    alpha: float,
+    registry: ProcessGroupRegistry | None,
+    seed: int,
+    options: dict[str, Any],
+) -> LoRA:
+    """Return an adapter of a layer, whose initial factors depend on the seed and the name of the layer or expert."""
+    base = model.get_submodule(name)
+    registry = _registry_for(base, registry, name)
+    given = {key: value for key, value in options.items() if key in ("sequence_parallel", "expert_axes")}
+    stacked = layout_of(base, registry, name=name, **given).stacked
+    ranks = registry.size(*stacked) if stacked else 1
+    names = expert_names(model, name, ranks) or [f"{name}.{index}" for index in range(ranks)]
+    seeds = [zlib.crc32(each.encode()) for each in names]
+    generators = [torch.Generator(_device_of(base)).manual_seed(seed + number) for number in seeds]
+    return LoRA(base, r, alpha, registry, **{"generator": generators, **options}, name=name)
+
+
+def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
+    """Return the name that a layer has in the dense model, for each rank along the axes that stack experts.
+
+    If each rank has the experts 0 to n - 1 in an `nn.ModuleList`, the expert i of the rank k is the expert k * n + i of the
+    dense model. The number in the name is that of the innermost list.
+
+    Args:
+        model: The model.
+        name: Name of the layer on this rank.
+        ranks: Number of ranks along the axes; 1 for a layer that is not of an expert.
+    Returns:
+        One name per rank. None if the layer is in no list.
+    """
+    if ranks == 1:
+        return [name]
+    parts = name.split(".")
+    for at in reversed(range(len(parts))):
+        parent = model.get_submodule(".".join(parts[:at]))
+        if isinstance(parent, nn.ModuleList):
+            numbers = [index * len(parent) + int(parts[at]) for index in range(ranks)]
+            return [".".join([*parts[:at], str(number), *parts[at + 1 :]]) for number in numbers]
+    return None
 
 
 def _is_target(name: str, target: str) -> bool:
@@ -307,7 +383,7 @@ def _is_target(name: str, target: str) -> bool:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    return next((param.device for param in module.parameters()), torch.device("cpu"))
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def full_factors(adapter: LoRA) -> dict[str, Tensor]:
@@ -318,6 +394,7 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
     """
     layout = adapter._layout
     params = {"A": adapter.lora_A, "B": adapter.lora_B, "magnitude": adapter.lora_magnitude_vector}
+    check_specs(adapter.named_factors(), layout)
     found = {}
     for kind, param in params.items():
         if param is not None:
@@ -337,10 +414,11 @@ def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayo
     Collectives: if `fully_shard` has sharded the weight further, an all-gather.
     """
     local = local_tensor(weight)
-    if tuple(local.shape) == shape:
-        return local
+    if tuple(local.t().shape if layout.is_transposed_weight else local.shape) == shape:
+        return local.t() if layout.is_transposed_weight else local
     registry = layout.registry
     full = unshard(local, without_axes(weight_spec(weight, registry.topology), layout.stacked), registry)
+    full = full.t() if layout.is_transposed_weight else full
     places = [(layout.second, 0), (layout.first, 1)]
     for dim, (spec, of_factor) in enumerate(places):
         spans = without_axes(spec, layout.stacked).spans(

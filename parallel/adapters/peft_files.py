@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,28 @@ from ..layout.spec import P
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import some
-from .declaration import Adapter, adapters_of, registry_in, saved_modules
-from .lora import LoRA
+from .declaration import Adapter, adapters_of, derived_layout, registry_in, saved_modules
+from .lora import LoRA, expert_names
 
 _PREFIX = "base_model.model."
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 Settings = dict[str, Any]
+
+
+class StoredParameter(NamedTuple):
+    """A parameter of the model, and its tensors in a file.
+
+    Attributes:
+        param: The parameter on this rank.
+        spec: Its layout.
+        keys: Names of the tensors. Several are the experts of several ranks, which are stacked along dim 0.
+    """
+
+    param: Tensor
+    spec: P
+    keys: tuple[str, ...]
 
 
 def save_adapter(
@@ -45,7 +59,8 @@ def save_adapter(
         save_adapter("adapter", model)
         # in one process: peft.PeftModel.from_pretrained(dense_model, "adapter")
 
-    Rank 0 writes the files; existing files are replaced. Layers must have the same names as in the dense model.
+    Rank 0 writes the files; existing files are replaced. Layers must have the same names as in the dense model. If each
+    rank has the experts 0 to n - 1 of an `nn.ModuleList`, they are saved as k * n to k * n + n - 1 for the rank k.
 
     Args:
         folder: Folder of the files; it is created.
@@ -56,24 +71,30 @@ def save_adapter(
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
         ValueError: On every rank: the model has no adapter; adapters have different settings ``use_rslora`` or
-            ``use_dora``; an adapter has one block per expert rank; or stages have different adapters of the same name.
+            ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks have different
+            experts that are in no `nn.ModuleList`; or stages have different adapters of the same name.
     Collectives: all-gathers of each factor over the axes that shard it, and object all-gathers over the world.
     Host synchronization: yes.
     """
     registry = registry or registry_in(model)
     settings: dict[str, Settings] = {}
 
-    def prepare() -> tuple[Any, dict[str, tuple[Tensor, P]]]:
-        save_file, found = _safetensors().save_file, dict[str, tuple[Tensor, P]]()
+    def prepare() -> tuple[Any, list[StoredParameter]]:
+        save_file, found = _safetensors().save_file, list[StoredParameter]()
         for adapter in _adapters(model, adapter_name):
-            settings[_without_prefix(adapter.name)] = _settings_of(adapter)
-            found |= _specs(adapter, registry)
-        return save_file, found | _saved_specs(model, adapter_name, registry)
+            names, params = _stored_parameters(adapter, model, registry)
+            settings.update((name, _settings_of(adapter)) for name in names)
+            found += params
+        return save_file, [*found, *_saved_parameters(model, adapter_name, registry)]
 
-    save_file, specs = on_all_ranks(prepare, registry)
-    tensors = {
-        key: unshard(local_tensor(param), spec, registry).cpu().contiguous() for key, (param, spec) in specs.items()
-    }
+    save_file, params = on_all_ranks(prepare, registry)
+    tensors = dict[str, Tensor]()
+    for param, spec, keys in params:
+        full = unshard(local_tensor(param), spec, registry).cpu()
+        tensors.update(
+            (key, part.clone(memory_format=torch.contiguous_format))
+            for key, part in zip(keys, full.chunk(len(keys)), strict=True)
+        )
     saved = {_without_prefix(module) for module, *_ in _saved(model, adapter_name)}
     is_first = all(
         registry.coordinate[axis] == 0 for axis in registry.topology.axes if registry.topology.role(axis) != "pipe"
@@ -130,11 +151,14 @@ def load_adapter(
     def read() -> list[tuple[Tensor, Tensor]]:
         stored: dict[str, Tensor] = _safetensors().load_file(os.path.join(folder, _TENSORS))
         config = json.loads(Path(folder, _CONFIG).read_text())
-        wanted: dict[str, tuple[Tensor, P]] = {}
+        params: list[StoredParameter] = []
         for adapter in _adapters(model, adapter_name):
-            wanted |= _specs(adapter, registry)
-            _check_settings(adapter, config)
-        wanted |= _saved_specs(model, adapter_name, registry)
+            names, of_adapter = _stored_parameters(adapter, model, registry)
+            params += of_adapter
+            for name in names:
+                _check_settings(name, adapter, config)
+        params += _saved_parameters(model, adapter_name, registry)
+        wanted = {key: None for param in params for key in param.keys}
         missing = [key for key in wanted if key not in stored]
         unused = [key for key in stored if key not in wanted]
         if missing or (unused and not registry.topology.pipe_axes):
@@ -142,7 +166,7 @@ def load_adapter(
                 f"{os.fspath(folder)} lacks {some(missing) or 'nothing'} and has {some(unused) or 'nothing'} that the "
                 "model has not; add adapters to the same layers as in the saved model"
             )
-        return [_part_of(stored[key], *found, key, registry) for key, found in wanted.items()]
+        return [_part_of(stored, param, registry) for param in params]
 
     for param, value in on_all_ranks(read, registry):
         local_tensor(param).copy_(value)
@@ -166,22 +190,28 @@ def _adapters(model: nn.Module, key: str) -> list[Adapter]:
     return found
 
 
-def _specs(adapter: Adapter, registry: ProcessGroupRegistry) -> dict[str, tuple[Tensor, P]]:
-    """Return (parameter, spec) pairs of an adapter's factors, by PEFT's names of the tensors in a file."""
-    module = adapter.module
-    if isinstance(module, LoRA) and module._layout.stacked:
+def _stored_parameters(
+    adapter: Adapter, model: nn.Module, registry: ProcessGroupRegistry
+) -> tuple[list[str], list[StoredParameter]]:
+    """Return (names of the adapted layers in the dense model, factors with PEFT's names of their tensors in a file).
+
+    There are several layers if each rank has other experts.
+    """
+    layout = derived_layout(adapter, registry)
+    names = expert_names(model, adapter.name, registry.size(*layout.stacked) if layout.stacked else 1)
+    if names is None:
         raise ValueError(
-            f"{adapter.name} has different experts along {' x '.join(module._layout.stacked)}, which PEFT's files can't "
-            "describe; use save_checkpoint"
+            f"{adapter.name} has different experts along {' x '.join(layout.stacked)}, but its name has no number of an "
+            "expert; put the experts of a rank into an nn.ModuleList, or use save_checkpoint"
         )
-    is_embedding = hasattr(adapter.base, "num_embeddings")
-    prefix = f"{_PREFIX}{_without_prefix(adapter.name)}."
-    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
-    params = [adapter.first, adapter.second]
-    if adapter.magnitude is not None:
-        names, params = (*names, "lora_magnitude_vector"), [*params, adapter.magnitude]  # type: ignore[assignment]
-    pairs = zip(names, params, strict=True)
-    return {f"{prefix}{name}": (param, spec_of(param, registry.topology)) for name, param in pairs}
+    names = [_without_prefix(name) for name in names]
+    factors = ("lora_embedding_A", "lora_embedding_B") if layout.is_embedding else ("lora_A.weight", "lora_B.weight")
+    params = (adapter.first, adapter.second, adapter.magnitude)
+    return names, [
+        StoredParameter(param, spec_of(param, registry.topology), tuple(f"{_PREFIX}{name}.{factor}" for name in names))
+        for factor, param in zip((*factors, "lora_magnitude_vector"), params, strict=True)
+        if param is not None
+    ]
 
 
 def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
@@ -192,12 +222,12 @@ def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
             yield module, inner, param
 
 
-def _saved_specs(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> dict[str, tuple[Tensor, P]]:
-    """Return (parameter, spec) pairs of the parameters in `_saved`, by PEFT's names of the tensors in a file."""
-    return {
-        f"{_PREFIX}{_without_prefix(module)}.{inner}": (param, spec_of(param, registry.topology))
+def _saved_parameters(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> list[StoredParameter]:
+    """Return the parameters in `_saved`."""
+    return [
+        StoredParameter(param, spec_of(param, registry.topology), (f"{_PREFIX}{_without_prefix(module)}.{inner}",))
         for module, inner, param in _saved(model, key)
-    }
+    ]
 
 
 def _settings_of(adapter: Adapter) -> Settings:
@@ -247,9 +277,8 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
     }
 
 
-def _check_settings(adapter: Adapter, config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the settings of an adapter equal those in the configuration file."""
-    name = _without_prefix(adapter.name)
+def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the settings of the adapter of a layer equal those in the configuration file."""
     patterns = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
     for key, value in _settings_of(adapter).items():
         stored = config.get(key, False)
@@ -263,14 +292,18 @@ def _check_settings(adapter: Adapter, config: Mapping[str, Any]) -> None:
             )
 
 
-def _part_of(full: Tensor, param: Tensor, spec: P, key: str, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
-    """Return the parameter, and its shard of the full tensor ``full``."""
+def _part_of(
+    stored: Mapping[str, Tensor], stored_param: StoredParameter, registry: ProcessGroupRegistry
+) -> tuple[Tensor, Tensor]:
+    """Return a parameter, and its shard of the tensors of a file."""
+    param, spec, keys = stored_param
+    full = torch.cat([stored[key] for key in keys])
     value = shard(full, spec, registry, uneven=True)
     if value.shape != local_tensor(param).shape:
         raise ValueError(
-            f"{key} has shape {tuple(full.shape)} in the file, which gives this rank {tuple(value.shape)}, but its "
-            f"parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the "
-            "rank and layers of the file"
+            f"{keys[0]} has shape {tuple(stored[keys[0]].shape)} in the file, which gives this rank {tuple(value.shape)}, "
+            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank and layers of "
+            "the file"
         )
     return param, value
 

@@ -10,8 +10,10 @@ import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import (
     Classifier2D,
+    Classifier3D,
     ColumnParallelLinear,
     Embedding2D,
+    Embedding3D,
     Linear2D,
     Linear3D,
     LoRA,
@@ -22,6 +24,7 @@ from meshstep.parallel import (
     VocabParallelEmbedding,
     add_lora,
     cross_entropy_2d,
+    cross_entropy_3d,
     declare,
     gather_from,
     scatter_to,
@@ -177,6 +180,34 @@ class _Cube(Lm):
         return logits
 
 
+class _CubeTables(Lm):
+    registry: ProcessGroupRegistry
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = super().forward(shard(ids, BATCH_OF_CUBE, self.registry))
+        return logits
+
+
+BATCH_OF_CUBE = P(("weight", "input"))
+
+
+def _cube_tables(registry: ProcessGroupRegistry, options: Options) -> nn.Module:
+    torch.manual_seed(1)
+    kwargs: Any = {"dtype": torch.float64}
+    model = _CubeTables(
+        Embedding3D(VOCAB, WIDTH, registry, **kwargs),
+        Linear3D(WIDTH, HIDDEN, registry, **kwargs),
+        Linear3D(options.inner, WIDTH, registry, input="output", output="input", **kwargs),
+        Classifier3D(WIDTH, VOCAB, registry, bias=True, **kwargs),
+    )
+    model.registry = registry
+    return model
+
+
+def _cube_tables_loss(model: nn.Module, ids: Tensor, targets: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    return cross_entropy_3d(model(ids), shard(targets, BATCH_OF_CUBE, registry), registry)
+
+
 def _cube(registry: ProcessGroupRegistry, options: Options) -> nn.Module:
     torch.manual_seed(1)
     kwargs: Any = {"dtype": torch.float64}
@@ -196,6 +227,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "grid": Layout({"row": 2, "col": 2}, _grid(None), _grid_loss),
     "wide grid": Layout({"row": 1, "col": 4}, _grid(None), _grid_loss),
     "grids": Layout({"depth": 2, "row": 2, "col": 1}, _grid("depth"), _grid_loss),
+    "cube tables": Layout({"input": 2, "weight": 1, "output": 2}, _cube_tables, _cube_tables_loss),
+    "cube of 8": Layout({"input": 2, "weight": 2, "output": 2}, _cube_tables, _cube_tables_loss),
     "cube": Layout({"input": 2, "weight": 1, "output": 2}, _cube, _dense_loss),
 }
 
@@ -295,7 +328,9 @@ def reference(
             weight = original + (change.t() if name == "embed" else change)
             magnitude = factors.get(f"{name}.lora_magnitude_vector")
             if magnitude is not None:
-                weight = weight * (magnitude / weight.norm(dim=1).detach()).unsqueeze(1)
+                rows = weight.t() if name == "embed" else weight
+                rows = rows * (magnitude / rows.norm(dim=1).detach()).unsqueeze(1)
+                weight = rows.t() if name == "embed" else rows
             weights[f"{name}.weight"] = weight
         adamw.zero_grad()
         logits = torch.func.functional_call(base, weights, (ids,))

@@ -28,7 +28,6 @@ from meshstep.parallel import LoRA, P, ProcessGroupRegistry, Topology, add_lora,
 from torch import nn
 from world import World
 
-LINEAR = ("up", "down", "head")
 CASES = {
     **{
         layout: (layout, Options(blocks=3 if layout in ("tensor", "data and tensor", "grid") else 1))
@@ -36,9 +35,13 @@ CASES = {
     },
     "sequence parallel": ("tensor", Options(sequence_parallel=True)),
     "rsLoRA": ("data and tensor", Options(adapters={"use_rslora": True})),
-    "DoRA": ("data and tensor", Options(LINEAR, {"use_dora": True})),
-    "DoRA, gathered": ("gathered outputs", Options(LINEAR, {"use_dora": True})),
-    "DoRA, sequence parallel": ("tensor", Options(LINEAR, {"use_dora": True}, sequence_parallel=True)),
+    "DoRA": ("data and tensor", Options(LAYERS, {"use_dora": True})),
+    "DoRA, gathered": ("gathered outputs", Options(LAYERS, {"use_dora": True})),
+    "DoRA, sequence parallel": ("tensor", Options(LAYERS, {"use_dora": True}, sequence_parallel=True)),
+    **{
+        f"DoRA, {layout}": (layout, Options(LAYERS, {"use_dora": True}, blocks=3 if layout == "grid" else 1))
+        for layout in ("grid", "wide grid", "grids", "cube", "cube tables", "cube of 8")
+    },
     "fused blocks of other sizes": ("gathered outputs", Options(blocks=(4, 1, 1))),
     "column layers only": ("tensor", Options(("up",))),
     "row layers only": ("tensor", Options(("down",))),
@@ -114,8 +117,9 @@ def merged(layout: str, options: Options, dtype: torch.dtype) -> tuple[Weights, 
         def weights() -> Weights:
             found = {}
             for name, adapter in adapters.items():
-                weight = adapter.base_layer.get_parameter("weight")
-                found[name] = unshard(weight.detach(), spec_of(weight), registry)
+                weight: Any = adapter.base_layer.weight
+                spec = P(None, "output", owned={"input": "output"}) if weight is None else spec_of(weight)
+                found[name] = unshard(None if weight is None else weight.detach(), spec, registry)
             return found
 
         states = [weights()]
@@ -133,23 +137,28 @@ def merged(layout: str, options: Options, dtype: torch.dtype) -> tuple[Weights, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("layout", "adapters"),
-    [("data and tensor", {}), ("grid", {}), ("cube", {}), ("data and tensor", {"use_dora": True})],
+    [
+        (layout, adapters)
+        for layout in ("data and tensor", "grid", "cube", "cube tables")
+        for adapters in ({}, {"use_dora": True})
+    ],
 )
 def test_merged_weights_equal_dense_merge(
     world: World, layout: str, adapters: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    options = Options(LINEAR if adapters else LAYERS, adapters, blocks=1)
+    options = Options(LAYERS, adapters, blocks=1)
     first = world.run(ranks_of(layout), trained, layout, options, 0)[0][0]
     for before, during, after, change in world.run(ranks_of(layout), merged, layout, options, dtype):
         assert change < 1e-12
         for name in options.names:
             weight = before[name].double()
-            is_out_in = layout not in ("grid", "cube") or name == "head"
+            is_out_in = name == "head" or (name != "embed" and layout == "data and tensor")
             dense = 2.0 * first[f"{name}.lora_B"] @ first[f"{name}.lora_A"]
-            dense = weight + (dense if is_out_in and name != "embed" else dense.t())
+            dense = (weight if is_out_in else weight.t()) + dense
             if adapters:
                 magnitude = first[f"{name}.lora_magnitude_vector"]
                 dense = dense * (magnitude / dense.norm(dim=1)).unsqueeze(1)
+            dense = dense if is_out_in else dense.t()
             ulp = torch.finfo(dtype).eps
             torch.testing.assert_close(during[name].double(), dense, rtol=ulp, atol=1e-14)
             torch.testing.assert_close(after[name].double(), weight, rtol=2 * ulp, atol=8 * ulp)

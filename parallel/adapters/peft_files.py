@@ -302,8 +302,8 @@ def _part_of(
     if value.shape != local_tensor(param).shape:
         raise ValueError(
             f"{keys[0]} has shape {tuple(stored[keys[0]].shape)} in the file, which gives this rank {tuple(value.shape)}, "
-            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank and layers of "
-            "the file"
+            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank and layers "
+            "of the file"
         )
     return param, value
 

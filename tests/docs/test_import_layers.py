@@ -325,7 +325,8 @@ def test_type_checking_import_does_not_count_as_cycle(tmp_path: Path) -> None:
         ("amp/casting.py", "from .fp8 import Fp8\n", "amp/fp8.py"),
         ("amp/modes.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
         ("amp/fp8_linear.py", "from ..optim.norm import plan\n", "optim/norm/plan.py"),
-        ("parallel/launch.py", "from .mesh.topology import Topology\n", "parallel/mesh/topology.py"),
+        ("parallel/mesh/registry.py", "from ..launch import Launch\n", "parallel/launch.py"),
+        ("parallel/layout/spec.py", "from .. import data\n", "parallel/data.py"),
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),
     ],
 )

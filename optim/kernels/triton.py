@@ -198,7 +198,9 @@ class Triton:
             int(kind),
             *variant,
             scaled,
-            _are_aligned(together.fixed[: 4 * rows], together.grads, together.halves),
+            _are_aligned(together.fixed[: 4 * rows], 16)
+            and _are_aligned(together.grads, 8 if variant.grad else 16)
+            and _are_aligned(together.halves, 8),
             triton_kernels.CHUNK,
             triton_kernels.BLOCK,
             enable_fp_fusion=False,
@@ -243,13 +245,13 @@ def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
     return array("d", [*own, *logs, -1.0 if part.maximize else 1.0])
 
 
-def _are_aligned(*tables: array[int]) -> bool:
-    """Return True if all addresses are multiples of 16.
+def _are_aligned(addresses: array[int], size: int) -> bool:
+    """Return True if all addresses are multiples of ``size``, a power of two.
 
     Only the lowest byte of each address is read, because many addresses are checked in each step.
     """
     last = slice(None, None, 8) if sys.byteorder == "little" else slice(7, None, 8)
-    return all(byte % 16 == 0 for byte in set[int]().union(*(table.tobytes()[last] for table in tables)))
+    return all(byte % size == 0 for byte in set(addresses.tobytes()[last]))
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 CHUNK = 16384  # elements per program
 BLOCK = 1024  # elements per loop iteration
+VECTOR = tl.constexpr(16)  # bytes per load of a thread
 
 # Powers of gradients --------------------------------------------------------------------------------------------------
 
@@ -18,9 +19,12 @@ BLOCK = 1024  # elements per loop iteration
 #     cells[chunk] = sum over the chunk of |x|^p          out[tensor] = sum of the tensor's cells
 #
 # There are no atomics: every sum has a fixed order, whichever program runs first. For p = inf, the bits of float64
-# values without the sign are compared as integers. They are ordered like the values, with NaN as the largest. The
-# division into chunks does not depend on the addresses, so the sums do not either. Loops use ``while``, because
-# Triton's interpreter may not support ``range`` with a bound that was loaded from memory.
+# values without the sign are compared as integers. They are ordered like the values, with NaN as the largest. Loops use
+# ``while``, because Triton's interpreter may not support ``range`` with a bound that was loaded from memory.
+#
+# A load of 16 bytes needs an aligned address. So the loop over a chunk begins at the first aligned element, after
+# ``head`` elements. The sums do not depend on the addresses: the division into chunks does not, element i is always
+# added to the sum with index i % BLOCK, and these sums are always added in the order of their indices.
 
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
@@ -32,6 +36,25 @@ def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
     For POWER 0 the lanes are int64 with the bits of float64 values >= 0 or NaN.
     """
     return tl.max(total, 0).to(tl.float64, bitcast=True) if POWER == 0 else tl.sum(total, 0)
+
+
+@triton.jit
+def add_powers(total: tl.tensor, values: tl.tensor, DTYPE: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
+    """Return ``total`` plus |x|^p of the loaded ``values``; for POWER 0 (p = inf) the larger of the two."""
+    if DTYPE == 2:  # the upper half of a float32
+        values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    values = values.to(tl.float64)
+    if POWER == 0:
+        total = tl.maximum(total, values.to(tl.int64, bitcast=True) & WITHOUT_SIGN)
+    elif POWER == 2:
+        total += values * values
+    else:
+        size = tl.abs(values)
+        power = size
+        for _ in tl.static_range(POWER - 1):
+            power *= size
+        total += power
+    return total
 
 
 @triton.jit
@@ -64,31 +87,34 @@ def powers_of_chunks(
     address = tl.load(addresses + tensor)
     if DTYPE == 0:
         elements = address.to(tl.pointer_type(tl.float32))
+        size = 4
     elif DTYPE == 1:
         elements = address.to(tl.pointer_type(tl.float64))
+        size = 8
     elif DTYPE == 2:
         elements = address.to(tl.pointer_type(tl.uint16))
+        size = 2
     else:
         elements = address.to(tl.pointer_type(tl.float16))
+        size = 2
+    elements += start
+    head = (-address & (VECTOR - 1)).to(tl.int32) // size
+    body = tl.multiple_of(elements + head, VECTOR)
     lanes = tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.int64 if POWER == 0 else tl.float64)
+    if head > 0:  # the last lanes
+        at = lanes - (BLOCK - head)
+        total = add_powers(total, tl.load(elements + at, mask=(at >= 0) & (at < count), other=0), DTYPE, POWER)
+    rest = count - head
+    whole = rest // BLOCK * BLOCK
     first = 0
-    while first < count:
-        values = tl.load(elements + start + first + lanes, mask=first + lanes < count, other=0)
-        if DTYPE == 2:  # the upper half of a float32
-            values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        values = values.to(tl.float64)
-        if POWER == 0:
-            total = tl.maximum(total, values.to(tl.int64, bitcast=True) & WITHOUT_SIGN)
-        elif POWER == 2:
-            total += values * values
-        else:
-            size = tl.abs(values)
-            power = size
-            for _ in tl.static_range(POWER - 1):
-                power *= size
-            total += power
+    while first < whole:
+        total = add_powers(total, tl.load(body + first + lanes), DTYPE, POWER)
         first += BLOCK
+    if first < rest:
+        total = add_powers(total, tl.load(body + first + lanes, mask=first + lanes < rest, other=0), DTYPE, POWER)
+    if POWER != 0:
+        total = tl.gather(total, (lanes + (BLOCK - head)) % BLOCK, 0)
     tl.store(cells + cell, together(total, POWER))
 
 
@@ -316,7 +342,8 @@ def update_chunks(
         OPTION: As in `step_block`.
         GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
         SCALED: True: the gradients are multiplied by ``factor``.
-        ALIGNED: True: all addresses, except those of step counts, are multiples of 16.
+        ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and those of
+            half-precision tensors multiples of 8 bytes.
         CHUNK: Elements per chunk.
         BLOCK: Elements per loop iteration.
     """
@@ -333,11 +360,11 @@ def update_chunks(
         kind = tl.float32 if GRAD == 0 else tl.uint16 if GRAD == 2 else tl.float16
         gradients = grad_at.to(tl.pointer_type(kind))
         copies = half_at.to(tl.pointer_type(tl.uint16 if HALF == 2 else tl.float16))
-        if ALIGNED:
+        if ALIGNED:  # four elements per access for every dtype: other numbers of elements need other register layouts
             params, gradients, copies = (
                 tl.multiple_of(params, 16),
-                tl.multiple_of(gradients, 16),
-                tl.multiple_of(copies, 16),
+                tl.multiple_of(gradients, 16 if GRAD == 0 else 8),
+                tl.multiple_of(copies, 8),
             )
             firsts, seconds, thirds = (
                 tl.multiple_of(firsts, 16),

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, kernels, why_no_triton
-from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
+from kernel_cases import DTYPES, HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
 from meshstep.optim.kernels.native import SGD, Adagrad, Adam, PointerColumns
 from properties import number_of_cases
 from torch import Tensor
@@ -160,6 +160,36 @@ def at_all_offsets(rule: Rule) -> list[Tensor]:
 def test_triton_update_does_not_depend_on_addresses(interpreted: Interpreted, rule: Rule) -> None:
     first, *others = interpreted(at_all_offsets, rule)
     assert all(torch.equal(first, other) for other in others)
+
+
+def hints() -> tuple[set[int], set[int]]:
+    """Return the alignments that the kernels promise to the compiler, for aligned and for unaligned tensors.
+
+    Assert that each promise is true.
+    """
+    from triton.runtime.interpreter import TensorHandle
+
+    seen = set[int]()
+
+    def set_attr(pointer: Any, name: str, sizes: Any) -> None:
+        assert name == "tt.divisibility"
+        for size in sizes:
+            assert int(pointer.data.item()) % size == 0
+            seen.add(size)
+
+    with mock.patch.object(TensorHandle, "set_attr", set_attr):
+        for offset in range(8):
+            for grad_dtype in (torch.float32, *HALVES):
+                ByTriton(Adam(1e-3), [5, 2050], grad_dtype, torch.bfloat16, 4, offset=offset).step(0.37)
+            if offset == 0:
+                aligned, seen = seen, set[int]()
+            for dtype in DTYPES:
+                kernels().powers([moved_by(offset, torch.ones(2050, dtype=dtype))], 2.0)
+    return aligned, seen
+
+
+def test_triton_kernels_promise_only_alignments_that_addresses_have(interpreted: Interpreted) -> None:
+    assert interpreted(hints) == ({8, 16}, {8, 16})
 
 
 def bits(tensor: Tensor) -> Tensor:

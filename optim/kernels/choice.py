@@ -1,8 +1,8 @@
 """Choice of the kernels that compute gradient norms and optimizer updates: meshstep's own or torch's.
 
     "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's
-    kernels "torch"   torch's kernels on every device "triton"  on a GPU the Triton kernels (`triton`); on a CPU as
-    "auto"
+    "torch"   torch's kernels on every device
+    "triton"  on a GPU the Triton kernels (`triton`); on a CPU as "auto"
 
 With "triton" and the environment variable ``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then
 the compiled kernels are not used.
@@ -108,7 +108,13 @@ def _found() -> Native | None:
     if found is None:
         log.info("CPU kernels: torch's (this installation has no compiled kernels of this version)")
     else:
-        log.info("CPU kernels: native, %s (set MESHSTEP_KERNELS=torch for torch's)", found.instructions)
+        times = found.take_fastest()
+        measured = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
+        log.info(
+            "CPU kernels: native, %s, the fastest of %s (set MESHSTEP_KERNELS=torch for torch's)",
+            found.instructions,
+            measured,
+        )
     return found
 
 

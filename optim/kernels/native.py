@@ -15,10 +15,14 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from math import inf, sqrt
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -28,6 +32,7 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 MEAN_OF = 8
 """Number of elements per mean of `Native.means`."""
+WIDEST_FIRST = ("avx512", "avx2", "plain")
 NO_MEMORY = "the kernels could not allocate memory for their tables"
 
 
@@ -105,7 +110,7 @@ class Native:
         """Select an instruction set and return its name.
 
         Args:
-            instructions: "plain", "avx2" or "avx512"; None: the best one that this machine supports.
+            instructions: "plain", "avx2" or "avx512"; None: the widest one that this machine supports.
 
         Raises:
             ValueError: ``instructions`` is unknown, or this machine does not support it.
@@ -116,6 +121,34 @@ class Native:
         self.instructions = found.decode()
         return self.instructions
 
+    def supported(self) -> list[str]:
+        """Return the names of the instruction sets that this machine supports, the widest one first."""
+        before, found = self.instructions, list[str]()
+        for name in WIDEST_FIRST:
+            with suppress(ValueError):
+                found.append(self.take(name))
+        self.take(before)
+        return found
+
+    def take_fastest(self, timed: Callable[[], float] | None = None) -> Mapping[str, float]:
+        """Select the fastest supported instruction set, and return the times of all in seconds, the widest set first.
+
+        All sets compute the same bits, so ranks may select different ones. A narrower set is selected only if it is at
+        least 5 % faster than the widest one, which equal times would otherwise exchange at random.
+
+        Args:
+            timed: Returns the time of the selected set. None (default): `time_of_step`. It takes some milliseconds.
+        """
+        timed = partial(time_of_step, self) if timed is None else timed
+        times = dict[str, float]()
+        for name in self.supported():
+            self.take(name)
+            times[name] = timed()
+        widest = next(iter(times))
+        fastest = min(times, key=times.__getitem__)
+        self.take(fastest if times[fastest] < 0.95 * times[widest] else widest)
+        return times
+
     def borrow(self, parallel: int | None) -> None:
         """Select the threads that `powers` and `update` use.
 
@@ -124,6 +157,35 @@ class Native:
                 call creates threads.
         """
         self._borrow(parallel)
+
+
+def time_of_step(native: Native, numel: int = 2**19, repetitions: int = 4) -> float:
+    """Return the least time of a squared norm and an AdamW update of ``numel`` float32 elements on one thread, in seconds.
+
+    Args:
+        native: The kernels, with the selected instruction set.
+        numel: Number of elements. Default: the four tensors have 8 MiB, more than the private caches of a core.
+        repetitions: Number of runs. Default 4.
+    """
+    # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
+    tensors = [array("f", [1.0]) * numel for _ in range(4)]
+    param, first, second, grad = (memory.buffer_info()[0] for memory in tensors)
+    step, found_inf, power = array("f", [1.0]), array("f", [0.0]), array("d", [0.0])
+    options = array("d", [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.0])
+    fixed, grads, numels = (
+        array("q", [param, first, second, 0, step.buffer_info()[0]]),
+        array("q", [grad]),
+        array("q", [numel]),
+    )
+    columns, grad_at, numel_at = (column.buffer_info()[0] for column in (fixed, grads, numels))
+    options_at, inf_at, power_at = (memory.buffer_info()[0] for memory in (options, found_inf, power))
+    float32, best = DTYPES[torch.float32], inf
+    for _ in range(repetitions):
+        start = perf_counter()
+        native.powers(1, grad_at, numel_at, float32, NORM_TYPES[2.0], power_at, 1)
+        native.update(Kind.ADAM, 1, columns, grad_at, None, None, numel_at, float32, 0, options_at, 1.0, inf_at, 1)
+        best = min(best, perf_counter() - start)
+    return best
 
 
 def torchs_threads() -> int | None:

@@ -32,15 +32,8 @@ def loops() -> Native:
 
 
 def instructions_here() -> list[str]:
-    """Return the instruction sets that this machine supports."""
-    names = list[str]()
-    for name in ("plain", "avx2", "avx512"):
-        try:
-            names.append(loops().take(name))
-        except ValueError:
-            continue
-    loops().take(None)
-    return names
+    """Return the instruction sets that this machine supports, the narrowest one first."""
+    return loops().supported()[::-1]
 
 
 @contextmanager

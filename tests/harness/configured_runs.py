@@ -19,6 +19,7 @@ from configurations import (
     MODEL,
     STEPS,
     Case,
+    Coordinate,
     Layout,
     Setting,
     is_idle,
@@ -259,6 +260,8 @@ def run(case: Case, path: Path) -> Report:
         if case.resumed == case.setting:
             rank.steps(optimizer, range(first, STEPS), report)
         rank.see(optimizer, report)
+        if case.resumed in (None, case.setting):
+            report.problems += problems_of_lost_gradient(rank, optimizer)
         return report
 
 
@@ -325,6 +328,43 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> l
         for group, before in zip(inner.param_groups, params, strict=True)
     )
     return problems if unchanged and not inner.state else [*problems, f"{what} differs, and something was changed"]
+
+
+def problems_of_lost_gradient(rank: Rank, optimizer: ParallelOptimizer[Any]) -> list[str]:
+    """Make a step in which one rank does not use a parameter that is replicated over model axes.
+
+    Return the problems of this rank: none if it raises an error that names the parameter, and changes nothing.
+    """
+    case, setting, topology = rank.case, rank.setting, rank.registry.topology
+    found: list[tuple[str, Coordinate, list[str]]] = []
+    for name in case.names:
+        spec = setting.at.spec(name)
+        model = [axis for axis in spec.replica_axes(topology) if axis in topology.model_axes]
+        axes = [axis for axis in model if axis not in spec.partial and topology.size(axis) > 1]
+        if axes and (case.frozen is None or case.frozen[0] != name):
+            found += [(name, at, axes) for at in setting.at.coordinates() if setting.at.holds(name, at)]
+    if not found:
+        return []
+    lost, without, axes = found[case.draw("lost") % len(found)]
+
+    usual = is_idle
+
+    def idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
+        if name != lost or any(at[axis] != without[axis] for axis in topology.axes if axis not in axes):
+            return usual(case, setting, name, at, step, micro)
+        return at == without
+
+    before = {name: local(param).clone() for name, param in rank.model.items()}
+    with mock.patch(f"{__name__}.is_idle", idle), mock.patch(f"{__name__}.weight", return_value=1):
+        try:
+            rank.step(optimizer, STEPS)
+            optimizer.poll()
+        except (RuntimeError, ReplicaMismatchError) as error:
+            problems = [] if lost in str(error) else [f"a gradient of {lost} is missing, but it said: {error}"]
+        else:
+            problems = [f"nobody saw that a replica of {lost} has no gradient at {without}"]
+    same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
+    return problems if same else [*problems, f"{lost} has no gradient at {without}, and the model was stepped"]
 
 
 def _has_peers(rank: Rank, differing: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from math import prod
@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ...parallel.interop.audit import hints_of_equal_stages, tied_names
 from ...parallel.interop.local_parameters import Gradients, local_gradients
 from ...parallel.layout.annotation import Annotation
 from ...parallel.layout.spec import P
@@ -205,12 +206,18 @@ class KnownParameter:
         stage: (pipeline axis, coordinate) pairs, if several stages use the name for different parameters; else empty.
         seen: {rank: description of the parameter there}, for each rank that holds the parameter.
         full: Shape of the full tensor. None (default): not known.
+        names: {rank: name there} of ranks on which a tied parameter has another name. Default: none.
     """
 
     name: str
     stage: tuple[tuple[str, int], ...]
     seen: dict[int, ParameterView]
     full: tuple[int, ...] | None = None
+    names: dict[int, str] = field(default_factory=dict)
+
+    def name_on(self, rank: int) -> str:
+        """Return the name of the parameter on a rank that holds it."""
+        return self.names.get(rank, self.name)
 
     @property
     def label(self) -> str:
@@ -273,6 +280,7 @@ class Measured:
         gradients: This rank's gradients by name; None for a parameter without gradient.
         seen: The descriptions of this rank's parameters, by name.
         registry: The process groups.
+        topology: The axes of the registry's topology, perhaps with other roles.
 
     Attributes:
         known: One `KnownParameter` per logical parameter of the model, in the same order on all ranks.
@@ -286,13 +294,14 @@ class Measured:
         gradients: Mapping[str, Tensor | None],
         seen: Mapping[str, ParameterView],
         registry: ProcessGroupRegistry,
+        topology: Topology,
     ) -> None:
-        self.topology, self.rank, self.registry = registry.topology, registry.global_rank, registry
+        self.topology, self.rank, self.registry = topology, registry.global_rank, registry
         self._tensors, self._gradients = tensors, gradients
         self.known = _known(gather_objects(dict(seen), registry), self.topology)
 
     @classmethod
-    def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry) -> Measured:
+    def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry, topology: Topology) -> Measured:
         """Return the `Measured` of a model's trainable parameters and their gradients in ``.grad``.
 
         Raises:
@@ -301,7 +310,6 @@ class Measured:
         Collectives: two object all-gathers over the world.
         Host synchronization: several per parameter if the parameters are on a GPU.
         """
-        topology = registry.topology
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
 
         def see() -> tuple[Gradients, dict[str, ParameterView]]:
@@ -314,7 +322,7 @@ class Measured:
 
         local, seen = on_all_ranks(see, registry)
         tensors = dict(zip(named, (param.detach() for param in local.params), strict=True))
-        return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry)
+        return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry, topology)
 
     def direction(self, known: KnownParameter, contract: GradientContract, seed: int) -> Tensor | None:
         """Return this rank's part of a random direction of a parameter; None if this rank does not hold the parameter.
@@ -327,7 +335,7 @@ class Measured:
         where = [(axis, self.topology.coordinate_of(self.rank, axis)) for axis in contract.apart]
         number = zlib.crc32(repr((seed, known.label, where)).encode())
         generator = torch.Generator().manual_seed(number)
-        param = self._tensors[known.name]
+        param = self._tensors[known.name_on(self.rank)]
         drawn = torch.randn(param.shape, generator=generator, dtype=torch.float64) * known.scale
         return drawn.to(param)
 
@@ -345,7 +353,7 @@ class Measured:
         """
         mine: list[float | None] = []
         for known, direction in directions:
-            gradient = None if direction is None else self._gradients[known.name]
+            gradient = None if direction is None else self._gradients[known.name_on(self.rank)]
             if direction is None:
                 mine.append(None)
             else:
@@ -367,8 +375,9 @@ class Measured:
         before = {}
         for known, direction in directions:
             if direction is not None:
-                param = self._tensors[known.name]
-                before[known.name] = param.clone()
+                name = known.name_on(self.rank)
+                param = self._tensors[name]
+                before[name] = param.clone()
                 param.add_(direction, alpha=step)
         return before
 
@@ -383,9 +392,10 @@ def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -
     """Return one `KnownParameter` per logical parameter, from the descriptions of all ranks.
 
     Parameters with equal names on several pipeline stages are different, unless their spec ties them over the pipeline
-    axis or gives them an owner along it. The parameters of rank 0 come first, then the further ones of rank 1, and so
-    on.
+    axis. Tied parameters may have different names (`tied_names`). The parameters of rank 0 come first, then the further
+    ones of rank 1, and so on.
     """
+    common = tied_names([{name: seen.spec for name, seen in names.items()} for names in by_rank], topology)
     found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
     stages: dict[str, set[tuple[int, ...]]] = {}
     for rank, names in enumerate(by_rank):
@@ -394,11 +404,26 @@ def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -
             stages.setdefault(name, set()).add(at)
     for rank, names in enumerate(by_rank):
         for name, seen in names.items():
-            tied = seen.spec is not None and {*dict(seen.spec.tied), *dict(seen.spec.owned)} & {*topology.pipe_axes}
+            tied = seen.spec is not None and {*dict(seen.spec.tied)} & {*topology.pipe_axes}
             several = len(stages[name]) > 1 and not tied
             stage = tuple((axis, topology.coordinate_of(rank, axis)) for axis in topology.pipe_axes if several)
-            found.setdefault((name, stage), KnownParameter(name, stage, {})).seen[rank] = seen
+            shared = common[rank].get(name, name)
+            known = found.setdefault((shared, stage), KnownParameter(shared, stage, {}))
+            known.seen[rank] = seen
+            if shared != name:
+                known.names[rank] = name
     return list(found.values())
+
+
+def hints_of_undeclared_ties(known: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
+    """Return texts that name parameters of different pipeline stages with equal values (`hints_of_equal_stages`)."""
+    values: list[dict[str, tuple[Shape, int]]] = [{} for _ in range(topology.world_size)]
+    for one in known:
+        for rank, seen in one.seen.items():
+            named = () if seen.spec is None else seen.spec.named_axes
+            if not seen.constant and not {*named} & {*topology.pipe_axes}:
+                values[rank][one.name_on(rank)] = seen.shape, seen.value
+    return hints_of_equal_stages(values, topology)
 
 
 # Conversion of a gradient contract to a spec for `declare` ------------------------------------------------------------

@@ -409,7 +409,8 @@ def cause_of(
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
     )
-    if differ and (found.contract is None or {*differ} & {*topology.data_axes}):
+    tied = () if known.first.spec is None else dict(known.first.spec.tied)
+    if differ and (found.contract is None or {*differ} & {*topology.data_axes, *tied}):
         return "copies differ", differ
     if found.contract is None:
         uneven = tuple(axis for axis, along in declared.by_axis if along == COPY and axis not in found.even)
@@ -552,9 +553,9 @@ def locate_fault(
         for site, one in added.items():
             if one.zeros is not None and one.value is not None:
                 tensors[str(site)], gradients[str(site)] = one.zeros.detach(), one.zeros.grad
-                seen[str(site)] = ParameterView.of(one.value, one.zeros.grad, None, registry.topology)
+                seen[str(site)] = ParameterView.of(one.value, one.zeros.grad, None, differences.topology)
                 one.zeros = tensors[str(site)]
-        measured = Measured(tensors, gradients, seen, registry)
+        measured = Measured(tensors, gradients, seen, registry, differences.topology)
         explainer = Explainer(Differences(objective, measured, base, differences.digits, differences.noise))
         right: HookPoint | None = None
         for site in reversed(events):

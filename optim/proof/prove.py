@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.adapters.declaration import constant_norms, derived_specs, random_factors
-from ...parallel.interop.local_parameters import has_dtensors
+from ...parallel.interop.audit import Sketch
+from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.deprecation import renamed_fields, renamed_members
@@ -27,6 +28,7 @@ from .contracts import (
     Shape,
     candidates,
     declared_contract,
+    hints_of_undeclared_ties,
     spec_of_contract,
     split_beside,
 )
@@ -96,6 +98,8 @@ class Proof:
         where: Text about the module with a wrong backward, or about the place in forward where ranks begin to differ.
             None if no place was found.
         forwards: Number of forwards of the model that ran.
+        hints: Texts about values that make no gradient wrong, but suggest another declaration: different pipeline
+            stages have parameters with equal values, which may be one tied parameter. Default: no hints.
     """
 
     proved: tuple[str, ...]
@@ -103,6 +107,7 @@ class Proof:
     findings: tuple[Finding, ...]
     where: str | None
     forwards: int
+    hints: tuple[str, ...] = ()
 
     @property
     def is_correct(self) -> bool:
@@ -124,12 +129,13 @@ class Proof:
     def __str__(self) -> str:
         summary = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
         undecided = f"; not decided: {', '.join(self.undecided)}" if self.undecided else ""
+        notes = [f"note: {hint}" for hint in self.hints]
         if self.is_correct:
-            return summary + undecided
+            return "\n".join([summary + undecided, *notes])
         wrong = [str(finding) for finding in self.findings]
         where = [self.where] if self.where else []
         count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
-        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{undecided}"])
+        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{undecided}", *notes])
 
 
 def prove(
@@ -220,6 +226,7 @@ class InferredLayout:
         unknown += "".join(
             f"\n# {name}: inferred from values only; the loss hardly depends on it" for name in self.proof.undecided
         )
+        unknown += "".join(f"\n# note: {hint}" for hint in self.proof.hints if self.proof.is_correct)
         wrong = "" if self.proof.is_correct else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
         return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
 
@@ -267,6 +274,7 @@ def infer(
     Host synchronization: yes.
     """
     logical = _shapes(shapes)
+    topology = registry.topology
 
     def guess(measured: Measured) -> dict[str, GradientContract]:
         for known in measured.known:
@@ -274,6 +282,14 @@ def infer(
         return {known.label: _first(known, measured.known, measured.topology) for known in measured.known}
 
     found = examine(model, loss_fn, registry, None, dtype, seed, guess)
+    if found.unequal:
+        roles = dict(zip(topology.axes, topology.roles, strict=True)) | dict.fromkeys(found.unequal, "data")
+        as_data = Topology(
+            roles=roles, aliases=topology.aliases, **dict(zip(topology.axes, topology.sizes, strict=True))
+        )
+        again = examine(model, loss_fn, registry, None, dtype, seed, guess, as_data)
+        if again.proof.is_correct:
+            topology, found = as_data, _of_other_roles(found, again)
     by_label = {known.label: known for known in found.known}
     rules, unknown = dict[str, P](), list[str]()
     for label, contract in found.contracts.items():
@@ -283,12 +299,80 @@ def infer(
             for other in found.known
             if other is not known and other.module == known.module and other.label in found.contracts
         }
-        spec, is_certain = spec_of_contract(known, contract, registry.topology, beside)
+        spec, is_certain = spec_of_contract(known, contract, topology, beside)
         if not is_certain:
             unknown.append(label)
         if registry.global_rank in known.seen:
-            rules[known.name] = spec
-    return InferredLayout(rules, tuple(unknown), found.proof)
+            rules[known.name_on(registry.global_rank)] = spec
+    hints = (*found.proof.hints, *_hints_of_near_replicas(model, found, registry, topology))
+    return InferredLayout(rules, tuple(unknown), replace(found.proof, hints=hints))
+
+
+def _of_other_roles(first: Examined, second: Examined) -> Examined:
+    """Return the result for right gradients with axes as data axes, with a finding that names these axes.
+
+    Args:
+        first: The result with the roles of the registry's topology, with the axes along which losses differ.
+        second: The result with these axes as data axes, without findings.
+    """
+    roles = ", ".join(f"{axis!r}: 'data'" for axis in first.unequal)
+    text = (
+        f"the losses differ along {' x '.join(map(repr, first.unequal))}, which is no data axis. All gradients are right "
+        "if its ranks have different samples, or different parts of each sample, so that gradients are averaged over it. "
+        f"Then build Topology(roles={{{roles}}}, ...) and use these rules with it"
+    )
+    finding = Finding("the forward", "", None, None, "forward differs", first.unequal, None, text)
+    forwards = first.proof.forwards + second.proof.forwards
+    return replace(second, proof=replace(second.proof, findings=(finding,), forwards=forwards))
+
+
+_NEAR = (
+    0.2  # two shards whose difference is smaller than this fraction of their deviation from the mean are near replicas
+)
+
+
+def _hints_of_near_replicas(
+    model: nn.Module, found: Examined, registry: ProcessGroupRegistry, topology: Topology
+) -> tuple[str, ...]:
+    """Return at most one text, which names parameters with nearly equal shards, such as replicas that diverged.
+
+    Collectives: an object all-gather over the world.
+    Host synchronization: one per parameter that may have such shards.
+    """
+    params = dict(model.named_parameters())
+    sharded = [
+        (known, tuple(axis for axis in found.contracts[known.label].apart if axis not in topology.pipe_axes))
+        for known in found.known
+        if known.label in found.contracts
+    ]
+    sharded = [(known, axes) for known, axes in sharded if axes and not any(s.constant for s in known.seen.values())]
+
+    def deviation(known: KnownParameter) -> Sketch | None:
+        if registry.global_rank not in known.seen:
+            return None
+        value = local_parameter(params[known.name_on(registry.global_rank)], topology).detach().double()
+        return Sketch.of(value - value.mean())
+
+    by_rank = gather_objects([deviation(known) for known, _ in sharded], registry)
+    names = []
+    for index, (known, axes) in enumerate(sharded):
+        for axis in axes:
+            pairs = [
+                (by_rank[ranks[0]][index], by_rank[rank][index])
+                for ranks in topology.groups(axis)
+                for rank in ranks[1:]
+                if {ranks[0], rank} <= {*known.seen} and known.seen[ranks[0]].shape == known.seen[rank].shape
+            ]
+            if pairs and all(
+                one is not None and other is not None and one.is_near(other, _NEAR) for one, other in pairs
+            ):
+                names.append(f"{known.label} (along {axis!r})")
+    if not names:
+        return ()
+    return (
+        f"the values of {some(names)} differ, but so little that they may be replicas that diverged. Their spec assumes "
+        "shards. If they are replicas, start all ranks from the same weights, and call infer again",
+    )
 
 
 def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str, Shape]:
@@ -373,7 +457,8 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
         + (f": the ranks of {over} must have equal gradients, and theirs differ" if axes else ""),
         "forward differs": (
             f"the ranks of {over} must compute the same values, and theirs differ: a sum or a gather over {over} is "
-            "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches"
+            "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches "
+            "(then the axis is a data axis: Topology(roles={axis: 'data'}))"
         ),
     }[cause]
     return text if where is None or cause == "copies differ" else f"{text} (see {where})"
@@ -396,11 +481,13 @@ class Examined:
         contracts: The gradient contract of each checked parameter that is right or undecided, by the parameter's label.
             Empty if ranks compute different values in forward.
         known: The parameters that were checked.
+        unequal: The axes, except data-parallel ones, along which losses differ. Default: none.
     """
 
     proof: Proof
     contracts: dict[str, GradientContract]
     known: list[KnownParameter]
+    unequal: tuple[str, ...] = ()
 
 
 def examine(
@@ -411,6 +498,7 @@ def examine(
     dtype: torch.dtype | None,
     seed: int,
     contracts_of: Callable[[Measured], dict[str, GradientContract]] | None = None,
+    topology: Topology | None = None,
 ) -> Examined:
     """Run the checks of `prove` or `infer`, and return the result, the same on all ranks.
 
@@ -422,6 +510,7 @@ def examine(
         contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's gradient
             contract, by the parameter's label. Declared specs are then not checked. If another contract makes a
             gradient right, it replaces the guess, without a finding. None: check the declared specs.
+        topology: The axes of the registry's topology, with other roles. Default: the registry's topology.
 
     Raises:
         ValueError, RuntimeError, TypeError: As in `prove`; also the errors of ``contracts_of``.
@@ -435,7 +524,7 @@ def examine(
         raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
     in_dtype = in_float64(model) if dtype is not None else nullcontext()
     with in_dtype, random_factors(model, registry, seed), constant_norms(model):
-        objective = Objective(model, loss_fn, registry)
+        objective = Objective(model, loss_fn, registry, topology)
         try:
             return _Examination(model, objective, registry, most, seed, contracts_of).run()
         finally:
@@ -455,12 +544,12 @@ class _Examination:
         contracts_of: Callable[[Measured], dict[str, GradientContract]] | None,
     ) -> None:
         self.model, self.objective, self.registry, self.seed = model, objective, registry, seed
-        self.topology = registry.topology
+        self.topology = objective.topology
         self.digits = Digits.of(_lowest_dtype(model))
         self.recorded = ForwardRecord(model)
         with self.recorded.recording():
             self.base = objective.differentiate()
-        self.measured = Measured.of_model(model, registry)
+        self.measured = Measured.of_model(model, registry, self.topology)
         self.differences = Differences(objective, self.measured, self.base, self.digits)
         self.explainer = Explainer(self.differences)
         everything = self.measured.known
@@ -489,7 +578,7 @@ class _Examination:
         """Run the proof and return its result."""
         unequal = unequal_loss_axes(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
-            return self._other_forward(self._forward_order(), unequal[0], None)
+            return replace(self._other_forward(self._forward_order(), unequal[0], None), unequal=unequal)
         suspects, undecided = self._suspects()
         findings: list[Finding] = []
         place: Fault | None = None
@@ -507,7 +596,8 @@ class _Examination:
         not_right = {*left, *(finding.name for finding in findings)}
         proved = tuple(known.label for known in self.known if known.label not in not_right)
         where = None if place is None else str(place)
-        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
+        hints = hints_of_undeclared_ties(self.measured.known, self.topology)
+        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls, hints)
         decided = (*proved, *(known.label for known in undecided))
         return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
@@ -528,6 +618,8 @@ class _Examination:
         for known, promise in self._promises():
             if self._held_by_others(known):
                 suspects[known.label] = "held by others"
+            elif self.inferring and self._stale_ties(known):
+                suspects[known.label] = "copies differ"
             elif promise is None or self._contradicted(known, self.contracts[known.label]):
                 suspects[known.label] = None
             else:
@@ -559,13 +651,24 @@ class _Examination:
     def _held_by_others(self, known: KnownParameter) -> bool:
         """Return True if the ranks that hold the parameter are not the ranks that its declared spec requires.
 
-        Always False in `infer`, and in a mesh with pipeline axes.
+        Always False in `infer`. Along pipeline axes that the spec does not name, any stage may hold the parameter.
         """
         spec = None if self.inferring else known.first.spec
-        if spec is None or self.topology.pipe_axes:
+        if spec is None:
             return False
-        places = map(self.topology.coordinate, range(self.topology.world_size))
-        return {rank for rank, at in enumerate(places) if spec.holds(at, self.topology)} != set(known.seen)
+        places = [self.topology.coordinate(rank) for rank in range(self.topology.world_size)]
+        free = [axis for axis in self.topology.pipe_axes if axis not in spec.named_axes]
+        stages = {tuple(places[rank][axis] for axis in free) for rank in known.seen}
+        return set(known.seen) != {
+            rank
+            for rank, at in enumerate(places)
+            if spec.holds(at, self.topology) and tuple(at[axis] for axis in free) in stages
+        }
+
+    def _stale_ties(self, known: KnownParameter) -> tuple[str, ...]:
+        """Return the axes over which the parameter is declared tied, although its values on the tied ranks differ."""
+        tied = () if known.first.spec is None else dict(known.first.spec.tied)
+        return tuple(axis for axis in tied if not known.equal_along(axis, self.topology))
 
     def _copies_differ(self, known: KnownParameter, contract: GradientContract) -> bool:
         return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
@@ -612,6 +715,8 @@ class _Examination:
         """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
+        if self.inferring and cause == "copies differ":
+            return self._finding(known, cause, self._stale_ties(known), 1.0, None)
         declared = self.contracts[known.label]
         doubtful = self.inferring or self._contradicted(known, declared)
         explanation = self.explainer.explain(known, None if doubtful else declared)

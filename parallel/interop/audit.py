@@ -16,11 +16,15 @@ samples, their values and gradients after one backward show the layout of a para
 
 Constant values (the ones of a norm, the zeros of a bias) are equal on shards too, so they do not show alone whether a
 parameter is replicated. Gradients that are 0 on all ranks are not compared.
+
+A tied parameter must have equal values on all its stages. A tie that is not declared contradicts no value and no gradient.
+`Audit.hints` names parameters of different pipeline stages with equal values, because they may be one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -30,10 +34,11 @@ from torch import Tensor, nn
 from ..layout.spec import P
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.text import some
 from ..mesh.topology import Topology
 from .local_parameters import local_parameter, local_tensor, spec_of
 
-Kind = Literal["split", "partial", "copy"]
+Kind = Literal["split", "partial", "copy", "tied"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
 # Two tensors count as equal if their difference, relative to their norm, is at most this tolerance. Replicated gradients
@@ -78,18 +83,26 @@ class Sketch(NamedTuple):
         pairs = zip((self.norm, *self.projections), (other.norm, *other.projections), strict=True)
         return all(abs(a - b) <= largest for a, b in pairs)
 
+    def is_near(self, other: Sketch, fraction: float) -> bool:
+        """Return True if the norm of the difference, estimated from the dot products, is at most ``fraction`` x a norm."""
+        pairs = zip(self.projections, other.projections, strict=True)
+        square = sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS
+        return square <= (fraction * max(self.norm, other.norm)) ** 2
+
 
 class AuditedParameter(NamedTuple):
     """Fingerprints of a parameter on one rank.
 
     Attributes:
         spec: The declared spec.
+        shape: Shape of the local tensor.
         value: Fingerprint of the value.
         gradient: Fingerprint of the gradient; None without a gradient.
         within: Relative tolerance for comparisons, which depends on the dtype.
     """
 
     spec: P
+    shape: tuple[int, ...]
     value: Sketch
     gradient: Sketch | None
     within: float
@@ -103,8 +116,8 @@ class Disagreement:
         name: The parameter's name.
         axis: The mesh axis.
         spec: The declared spec.
-        declared: The declared layout over the axis: "split" (sharded), "partial" (replicated, with a partial gradient) or
-            "copy" (replicated, with a complete gradient).
+        declared: The declared layout over the axis: "split" (sharded), "partial" (replicated, with a partial gradient),
+            "copy" (replicated, with a complete gradient) or "tied" (replicated on some ranks, with partial gradients).
         found: Text with the observation that contradicts the declaration.
         what_to_do: Text with possible causes and corrections.
     """
@@ -117,8 +130,9 @@ class Disagreement:
     what_to_do: str
 
     def __str__(self) -> str:
-        declared = {"split": "sharded", "partial": "a partial gradient", "copy": "replicated"}[self.declared]
-        return f"{self.name}: declared {self.spec}, {declared} over {self.axis!r}, but {self.found}: {self.what_to_do}"
+        layouts = {"split": "sharded", "partial": "a partial gradient", "copy": "replicated", "tied": "tied"}
+        over = f"{layouts[self.declared]} over {self.axis!r}"
+        return f"{self.name}: declared {self.spec}, {over}, but {self.found}: {self.what_to_do}"
 
 
 @dataclass(frozen=True)
@@ -128,29 +142,33 @@ class Audit:
     Attributes:
         parameters: Number of distinct parameter names on all ranks.
         disagreements: The contradictions that were found, at most one per parameter and axis.
+        hints: Texts about values that contradict no declaration, but suggest one: different pipeline stages have
+            parameters with equal values, which may be one tied parameter. Default: no hints.
     """
 
     parameters: int
     disagreements: tuple[Disagreement, ...]
+    hints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if not self.disagreements:
-            return f"{self.parameters} parameters match their declared layouts"
-        return "\n".join(map(str, self.disagreements))
+        found = [*map(str, self.disagreements)] or [f"{self.parameters} parameters match their declared layouts"]
+        return "\n".join([*found, *(f"note: {hint}" for hint in self.hints)])
 
 
 def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     """Compare the declared layouts of all parameters with their values and gradients, and return the contradictions.
 
-    Call it on all ranks after a backward, before the gradient reduction. The ranks along each axis are compared, except
-    along pipeline axes. Along data axes only values are compared, because the ranks see different samples. The gradient of
-    a parameter is its ``grad``, or without it ``main_grad``. If a parameter has neither, only its values are compared.
+    Call it on all ranks after a backward, before the gradient reduction. The ranks along each axis are compared. Along
+    pipeline axes only tied parameters are compared, because stages have different parameters. Along data axes only values
+    are compared, because the ranks see different samples. The gradient of a parameter is its ``grad``, or without it
+    ``main_grad``. If a parameter has neither, only its values are compared.
 
         print(audit(model, registry))
 
     Args:
         model: A model with declared parameters (`declare`, `declare_by_flags`). A parameter is not compared along its owned
-            and tied axes, or along an axis on which some ranks do not have it.
+            axes, or along an axis on which some ranks do not have it. Tied parameters may have different names on
+            their stages. They then belong together in the order in which the stages have them.
         registry: The process groups.
     Returns:
         The contradictions, identical on all ranks. ``print`` shows one line per contradiction.
@@ -164,31 +182,110 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     def audit_local() -> dict[str, AuditedParameter]:
         return {name: _audit_parameter(param, topology) for name, param in model.named_parameters()}
 
-    by_rank = gather_objects(on_all_ranks(audit_local, registry), registry)
+    gathered = gather_objects(on_all_ranks(audit_local, registry), registry)
+    common = tied_names([{name: param.spec for name, param in params.items()} for params in gathered], topology)
+    by_rank = [
+        {names.get(name, name): param for name, param in params.items()}
+        for names, params in zip(common, gathered, strict=True)
+    ]
     found: dict[tuple[str, str], Disagreement] = {}
     for axis in topology.axes:
-        if topology.size(axis) > 1 and axis not in topology.pipe_axes:
+        if topology.size(axis) > 1:
             for ranks in topology.groups(axis):
                 for disagreement in _compare_ranks(axis, [by_rank[rank] for rank in ranks], topology):
                     found.setdefault((disagreement.name, axis), disagreement)
-    names = {name for audited in by_rank for name in audited}
-    return Audit(len(names), tuple(found.values()))
+    values = [
+        {
+            name: (param.shape, param.value)
+            for name, param in params.items()
+            if not param.value.constant and not {*param.spec.named_axes} & {*topology.pipe_axes}
+        }
+        for params in gathered
+    ]
+    names = {name for params in by_rank for name in params}
+    return Audit(len(names), tuple(found.values()), hints_of_equal_stages(values, topology))
+
+
+def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> list[dict[str, str]]:
+    """Return one dict per rank: {name of a tied parameter there: its name on the lowest rank that has it}.
+
+    A tied parameter may have different names on its stages. Equal names belong together. The other parameters that are
+    tied over the same ranks belong together in the order in which the ranks have them, as in `ParallelOptimizer`.
+
+    Args:
+        specs: {name: spec in the axes of the topology} of the parameters on each rank. The spec of a parameter without
+            declaration is None.
+        topology: The mesh.
+    """
+    by_tie: dict[Hashable, dict[int, list[str]]] = {}
+    for rank, params in enumerate(specs):
+        for name, spec in params.items():
+            if spec is not None and spec.tied:
+                tie = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
+                by_tie.setdefault(tie, {}).setdefault(rank, []).append(name)
+    found: list[dict[str, str]] = [{} for _ in specs]
+    for by_rank in by_tie.values():
+        everywhere = set.intersection(*map(set, by_rank.values()))
+        others = {rank: [name for name in names if name not in everywhere] for rank, names in by_rank.items()}
+        first = others[min(others)]
+        for rank, names in others.items():
+            found[rank] |= dict(zip(names, first, strict=False))
+    return found
+
+
+def hints_of_equal_stages(values: Sequence[Mapping[str, Hashable]], topology: Topology) -> tuple[str, ...]:
+    """Return at most one text, which names parameters of different pipeline stages with equal values.
+
+    A parameter that equals another one of its own stage is not named, because then copies are part of the model.
+
+    Args:
+        values: {name: fingerprint of the value} of the parameters on each rank that are neither constant nor tied.
+        topology: The mesh.
+    """
+    if not topology.pipe_axes:
+        return ()
+    others = [axis for axis in topology.axes if axis not in topology.pipe_axes]
+    held: dict[tuple[str, str], dict[tuple[int, ...], Hashable]] = {}
+    for rank, named in enumerate(values):
+        stage = ", ".join(f"{axis}={topology.coordinate_of(rank, axis)}" for axis in topology.pipe_axes)
+        at = tuple(topology.coordinate_of(rank, axis) for axis in others)
+        for name, value in named.items():
+            held.setdefault((name, stage), {})[at] = value
+    equal: dict[Hashable, list[tuple[str, str]]] = {}
+    for param, by_place in held.items():
+        equal.setdefault(frozenset(by_place.items()), []).append(param)
+    alike = [
+        " and ".join(f"{name} ({stage})" for name, stage in params)
+        for params in equal.values()
+        if len(params) > 1 and max(Counter(stage for _, stage in params).values()) == 1
+    ]
+    if not alike:
+        return ()
+    return (
+        f"different pipeline stages have parameters with equal values: {some(alike)}. If they are one parameter, declare "
+        "it on each of these stages with P(tied={axis: (stage, stage)}); otherwise give the stages different random seeds",
+    )
 
 
 def _audit_parameter(param: Tensor, topology: Topology) -> AuditedParameter:
     local = local_parameter(param, topology)
     gradient = param.grad if param.grad is not None else getattr(param, "main_grad", None)
     sketch = None if gradient is None else Sketch.of(local_tensor(gradient))
-    return AuditedParameter(spec_of(param, topology), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
+    within = _EQUAL.get(local.dtype, _EQUAL_IN_HALF)
+    return AuditedParameter(spec_of(param, topology), tuple(local.shape), Sketch.of(local), sketch, within)
 
 
 def _compare_ranks(
     axis: str, ranks: Sequence[Mapping[str, AuditedParameter]], topology: Topology
 ) -> Iterator[Disagreement]:
-    for name, first in ranks[0].items():
+    for name in dict.fromkeys(name for params in ranks for name in params):
         audited = [params[name] for params in ranks if name in params]
+        first = audited[0]
         kind: Kind = "split" if axis in first.spec.sharded_axes else "partial" if axis in first.spec.partial else "copy"
-        if len(audited) == len(ranks) and axis not in (*dict(first.spec.owned), *dict(first.spec.tied)):
+        if axis in dict(first.spec.tied):
+            kind = "tied"
+        on_all = len(audited) == len(ranks) and axis not in (*dict(first.spec.owned), *topology.pipe_axes)
+        if kind == "tied" or on_all:
             problem = _describe_problem(kind, audited, topology.role(axis) == "data")
             if problem is not None:
                 yield Disagreement(name, axis, first.spec, kind, *problem)
@@ -215,6 +312,20 @@ def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_sam
                 "the values are equal" + (f" and {what}" if what else ""),
                 f"either it is {layout}, and would count {n} times in a norm: remove its flag (tensor_model_parallel, or "
                 "P(axis)); or the shards were initialised with equal values",
+            )
+        return None
+    if kind == "tied":
+        if not same_values:
+            return (
+                "the values differ",
+                "its replicas diverged, or were loaded or initialised with different values: copy the values of one rank "
+                "to the others; or they are different parameters: remove tied=",
+            )
+        if same_gradients and n > 1:
+            return (
+                "the gradients are equal",
+                f"they are summed already, and another sum would make them {n} times too large: call audit before the "
+                "sum, or remove the sum",
             )
         return None
     if not same_values:

@@ -1,6 +1,7 @@
 """Plant small faults in the library's code, and count how many of them the nearest tests find.
 
     python tests/benchmarks/code_mutants.py [--listed] [--random 40] [--seed 0] [--only optim/norm] [--processes 2]
+    python tests/benchmarks/code_mutants.py --fresh 36 200 [--seconds 120] [--processes 1]
 
 Each fault changes one expression or statement in a copy of the repository. Then the tests of the changed module run in
 the copy, until the first failure. A fault that no test finds survives: write a test that fails with it, or add it to
@@ -9,6 +10,10 @@ the copy, until the first failure. A fault that no test finds survives: write a 
 ``--listed`` plants the faults in `LISTED`, which have survived earlier runs. ``--random`` draws faults with ``--seed``,
 ``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs other tests than the nearest ones, and
 ``--show`` prints the faults without running tests.
+
+``--fresh SEED COUNT`` draws faults from the whole core, of more kinds than ``--random``: a file in proportion to its
+lines, then one of its faults. The tests are the files that name the changed function and its module most often.
+``--seconds`` limits each run of tests. A run without a failure until then counts as "unfinished", not as found.
 """
 
 from __future__ import annotations
@@ -18,13 +23,15 @@ import ast
 import os
 import random
 import shutil
+import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -83,6 +90,7 @@ class Fault:
         new: The code in its place.
         line: The line of the code, for messages; 0 (default): unknown.
         at: The offset of the code in the module; None (default): the only place where it occurs.
+        closest: The paths of the tests to run; empty (default): those of `NEAREST`.
     """
 
     file: str
@@ -90,6 +98,7 @@ class Fault:
     new: str
     line: int = 0
     at: int | None = None
+    closest: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line or ''} {_short(self.old)!r} -> {_short(self.new)!r}"
@@ -112,6 +121,8 @@ class Fault:
     @property
     def tests(self) -> list[str]:
         """Return the paths of the nearest tests that exist."""
+        if self.closest:
+            return [*self.closest]
         prefix = max((prefix for prefix in NEAREST if self.file.startswith(prefix)), key=len, default="optim")
         paths = [f"tests/{path}" for path in NEAREST.get(prefix, "optim").split()]
         return [path for path in paths if (ROOT / path).exists()]
@@ -242,12 +253,17 @@ _FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
 }
 
 
-def faults_in(path: Path) -> Iterator[Fault]:
+def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
     """Yield all faults of the fixed kinds in a module.
 
     The kinds are: another operator; a condition that is negated; a condition of an ``if`` that is False; True for False
     and the reverse; a number that is larger by 1; a call or assignment to an attribute that is left out. Annotations,
     docstrings, raised errors and references for tests are not changed.
+
+    Args:
+        path: The module.
+        more: If True, also yield the faults of `_more_faults`, and none in log messages and texts of objects. Default:
+            False.
     """
     text, file = path.read_text(), str(path.relative_to(ROOT))
     starts = [0]
@@ -276,7 +292,12 @@ def faults_in(path: Path) -> Iterator[Fault]:
             hidden = [node.value]
         elif isinstance(node, ast.FunctionDef):
             is_reference = node.name.startswith("reference_")  # only tests call it
-            hidden = [node if is_reference else node.returns, *node.decorator_list]
+            is_text = more and node.name in ("__str__", "__repr__")
+            hidden = [node if is_reference or is_text else node.returns, *node.decorator_list]
+        elif more and isinstance(node, ast.ClassDef):
+            hidden = [*node.decorator_list]
+        elif more and isinstance(node, ast.Call) and _MESSAGE.match(ast.unparse(node.func)):
+            hidden = [node]
         elif isinstance(node, ast.Raise | ast.JoinedStr) or (
             isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         ):
@@ -305,6 +326,102 @@ def faults_in(path: Path) -> Iterator[Fault]:
             isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
         ):
             yield fault(node, "pass")
+        if more:
+            for part, new in _more_faults(node):
+                yield fault(part, new)
+
+
+# Faults that only `--fresh` plants ----------------------------------------------------------------------------------------
+
+# Files of the core by tests/docs/test_core_and_periphery.py, without packages of the periphery, and without the C kernels.
+CORE = (
+    *("amp/by_bucket.py", "amp/capture.py", "amp/casting.py", "amp/loss_scale.py", "amp/master_weights.py", "amp/modes.py"),
+    *("amp/stochastic_rounding.py", "optim/build.py", "optim/parallel_optimizer.py"),
+    *(f"optim/{name}/" for name in ("checkpoint", "clip", "gradients", "kernels", "norm", "states", "step")),
+    *("parallel/interop/", "parallel/launch.py", "parallel/layout/", "parallel/mesh/"),
+)
+LEFT_OUT = (
+    *("optim/kernels/triton.py", "optim/kernels/triton_kernels.py", "optim/states/replayable.py"),
+    *(f"parallel/interop/{name}.py" for name in ("audit", "deepspeed", "megatron", "megatron_mla", "transformers")),
+    *("parallel/layout/picture.py", "parallel/mesh/text.py"),  # pictures, and texts of errors
+)
+_MESSAGE = re.compile(r"(\w+\.)*(_?log|_?logger|warnings|logging)\.|warn")
+_EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield pieces of code and their replacements.
+
+    The kinds are: a keyword argument left out; min for max and any for all; a number smaller by 1; one operand of
+    ``and`` or ``or`` left out; an item or a sum that is not assigned; ``break`` and ``continue`` left out; a return
+    within a condition left out; a bound of a slice left out.
+    """
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in _EXCHANGED:
+            yield node.func, _EXCHANGED[node.func.id]
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg != "strict":
+                others = [other for other in node.keywords if other is not keyword]
+                yield node, ast.unparse(ast.Call(node.func, node.args, others))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        yield node, f"({node.value - 1!r})"
+    elif isinstance(node, ast.BoolOp):
+        for left_out in node.values:
+            others = [value for value in node.values if value is not left_out]
+            yield node, f"({ast.unparse(others[0] if len(others) == 1 else ast.BoolOp(node.op, others))})"
+    elif isinstance(node, ast.AugAssign | ast.Break | ast.Continue | ast.Delete) or (
+        isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
+    ):
+        yield node, "pass"
+    elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return) and not node.orelse:
+        yield node.body[-1], "pass"
+    elif isinstance(node, ast.Slice):
+        if node.lower is not None and node.upper is not None:
+            yield node, f":{ast.unparse(node.upper)}"
+            yield node, f"{ast.unparse(node.lower)}:"
+
+
+def draw_fresh(count: int, seed: int) -> list[Fault]:
+    """Return ``count`` different random faults in the core: each in a file drawn in proportion to its lines."""
+    found = (path for name in CORE for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")))
+    paths = sorted(path for path in found if not str(path.relative_to(ROOT)).startswith(LEFT_OUT))
+    faults = {path: [*faults_in(path, more=True)] for path in paths}
+    paths = [path for path in paths if faults[path]]
+    lines = [path.read_text().count("\n") for path in paths]
+    generator, drawn = random.Random(seed), dict[tuple[str, str, int | None], Fault]()
+    while len(drawn) < count:
+        fault = generator.choice(faults[generator.choices(paths, lines)[0]])
+        drawn.setdefault((fault.file, fault.new, fault.at), fault)
+    return [replace(fault, closest=closest_tests(fault)) for fault in drawn.values()]
+
+
+@cache
+def _words_of_tests() -> dict[str, Counter[str]]:
+    folders = ("amp", "optim", "parallel", "mistakes", "interop")
+    paths = [path for folder in folders for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    return {str(path.relative_to(ROOT)): Counter(re.findall(r"\w+", path.read_text())) for path in paths}
+
+
+def closest_tests(fault: Fault, most: int = 10) -> tuple[str, ...]:
+    """Return up to ``most`` test files for a fault, those first that most likely find it.
+
+    Files score by the names of functions and classes around the fault, by other names of the module, and by the words
+    of their own name. Among the best files, those without ranks come first.
+    """
+    tree = ast.parse((ROOT / fault.file).read_text())
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    around = {node.name for node in named if node.lineno <= fault.line <= (node.end_lineno or 0)}
+    of_module = {node.name for node in named if isinstance(node, ast.ClassDef) or node in tree.body}
+    stem, listed = {*re.split("_", Path(fault.file).stem)}, replace(fault, closest=()).tests
+    scores: dict[str, float] = {}
+    for path, words in _words_of_tests().items():
+        score = 4.0 * len({*Path(path).stem.split("_")[1:]} & stem) + 3.0 * path.startswith(tuple(listed))
+        score += sum(6.0 for name in around if name in words and not name.startswith("__"))
+        score += sum(1.5 for name in of_module - around if name in words)
+        score += 1.5 * (Path(path).parent.name == Path(fault.file).parent.name)
+        scores[path] = score - 4 * path.startswith("tests/interop/")
+    best = sorted(scores, key=lambda path: -scores[path])[:most]
+    return tuple(sorted(best, key=lambda path: (_words_of_tests()[path]["world"] > 0, -scores[path])))
 
 
 def _between(fault: object, start: int, stop: int, node: ast.AST, operator: ast.AST, text: str) -> Fault:
@@ -337,8 +454,9 @@ def copy_of_repository(folder: Path) -> Path:
     return folder
 
 
-def outcome_of(fault: Fault, copy: Path, tests: list[str]) -> str:
-    """Return "found", "survived" or "endless": the result of ``tests`` (empty: the nearest tests) with the fault.
+def outcome_of(fault: Fault, copy: Path, tests: list[str], seconds: float = SECONDS) -> str:
+    """Return "found", "survived", or after ``seconds`` "endless": the result of ``tests`` (empty: the nearest tests) with
+    the fault.
 
     Return "outdated" if the code has changed since the fault was listed: update `LISTED`.
     """
@@ -359,7 +477,7 @@ def outcome_of(fault: Fault, copy: Path, tests: list[str]) -> str:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        return "found" if run.wait(SECONDS) else "survived"
+        return "found" if run.wait(seconds) else "survived"
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, 9)
         return "endless"
@@ -372,6 +490,8 @@ def main() -> None:
     parser.add_argument("--listed", action="store_true")
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", type=int, nargs=2, metavar=("SEED", "COUNT"), default=(0, 0))
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--only", nargs="+", default=[*PREFIXES])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tests", nargs="+", default=[], help="run these tests instead of the nearest ones")
@@ -379,6 +499,7 @@ def main() -> None:
     options = parser.parse_args()
     faults = [fault for fault in LISTED if fault.key not in EQUIVALENT] if options.listed else []
     faults += draw(options.random, options.seed, tuple(options.only))
+    faults += draw_fresh(options.fresh[1], options.fresh[0])
     if options.show:
         for fault in faults:
             print(fault if fault.fits else f"outdated  {fault}")

@@ -120,3 +120,67 @@ def audited_by_alias() -> Audit:
 
 def test_audit_accepts_shards_over_an_alias(world: World) -> None:
     assert world.run(4, audited_by_alias) == [Audit(1, ())] * 4
+
+
+# Values of the parameter `w` of each of three pipeline stages; the last stage calls it `v`. No value: it has none.
+Stages = tuple[list[float] | None, list[float] | None, list[float] | None]
+ENDS = P(tied={"pipe": (0, -1)})
+
+
+def audited_stages(values: Stages, spec: P, summed: bool = False, also: list[float] | None = None) -> Audit:
+    with ProcessGroupRegistry(Topology(pipe=3, data=2)) as registry:
+        stage, model = registry.rank("pipe"), nn.ParameterDict()
+        own = values[stage]
+        if own is not None:
+            name = "v" if stage == 2 else "w"
+            model[name] = nn.Parameter(torch.tensor(own))
+            annotate(model[name], spec)
+            model[name].grad = torch.tensor(OTHER) * (1 if summed else 1 + stage)
+        if also is not None and stage == 0:
+            model["also"] = nn.Parameter(torch.tensor(also))
+            annotate(model["also"], P())
+        return audit(model, registry)
+
+
+@pytest.mark.parametrize(
+    ("values", "summed", "said"),
+    [
+        ((RAMP, None, RAMP), False, None),
+        ((RAMP, None, OTHER), False, "the values differ"),
+        ((ZEROS, None, OTHER), False, "the values differ"),
+        ((RAMP, None, RAMP), True, "the gradients are equal"),
+    ],
+    ids=["equal", "stale", "reset", "summed"],
+)
+def test_audit_compares_tied_parameters_of_other_names(
+    world: World, values: Stages, summed: bool, said: str | None
+) -> None:
+    first, *others = world.run(6, audited_stages, values, ENDS, summed)
+    assert all(other == first for other in others)
+    found = [(wrong.name, wrong.axis, wrong.declared, wrong.found) for wrong in first.disagreements]
+    assert found == ([] if said is None else [("w", "pipe", "tied", said)])
+    assert (first.parameters, first.hints) == (1, ())
+    assert said is None or f"w: declared {ENDS}, tied over 'pipe', but {said}: " in str(first)
+
+
+@pytest.mark.parametrize(
+    ("values", "also", "named"),
+    [
+        ((RAMP, OTHER, RAMP), None, "w (pipe=0) and v (pipe=2)"),
+        ((RAMP, RAMP, OTHER), None, "w (pipe=0) and w (pipe=1)"),
+        ((RAMP, OTHER, None), None, None),
+        ((ZEROS, ZEROS, ZEROS), None, None),
+        ((RAMP, OTHER, RAMP), RAMP, None),
+    ],
+    ids=["other names", "one name", "unequal", "constant", "copies on one stage"],
+)
+def test_audit_hints_at_parameters_of_stages_with_equal_values(
+    world: World, values: Stages, also: list[float] | None, named: str | None
+) -> None:
+    first, *others = world.run(6, audited_stages, values, P(), False, also)
+    assert all(other == first for other in others)
+    assert not first.disagreements
+    assert len(first.hints) == (named is not None)
+    if named is not None:
+        assert f"parameters with equal values: {named}. If they are one" in first.hints[0]
+        assert str(first).endswith(f"match their declared layouts\nnote: {first.hints[0]}")

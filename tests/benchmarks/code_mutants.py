@@ -335,7 +335,14 @@ def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
 
 # Files of the core by tests/docs/test_core_and_periphery.py, without packages of the periphery, and without the C kernels.
 CORE = (
-    *("amp/by_bucket.py", "amp/capture.py", "amp/casting.py", "amp/loss_scale.py", "amp/master_weights.py", "amp/modes.py"),
+    *(
+        "amp/by_bucket.py",
+        "amp/capture.py",
+        "amp/casting.py",
+        "amp/loss_scale.py",
+        "amp/master_weights.py",
+        "amp/modes.py",
+    ),
     *("amp/stochastic_rounding.py", "optim/build.py", "optim/parallel_optimizer.py"),
     *(f"optim/{name}/" for name in ("checkpoint", "clip", "gradients", "kernels", "norm", "states", "step")),
     *("parallel/interop/", "parallel/launch.py", "parallel/layout/", "parallel/mesh/"),

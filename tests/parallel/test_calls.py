@@ -563,3 +563,18 @@ def test_ranks_log_no_stack_trace_after_the_store_server_dies(ended: Ended) -> N
         assert error.startswith(f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, ")
         assert "frame #" not in logged
         assert "recvValue failed" not in logged
+
+
+def test_request_to_rank_that_never_responds_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "RESPONSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(calls_module, "POLL_INTERVAL", 0.05)
+    answering = object.__new__(calls_module.Answering)
+    answering.world_size, answering._store = 3, dist.HashStore()
+    answering._server = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    answering._store.set(f"{calls_module._ANSWER}/2", json.dumps((1, "in a test")))
+    found: dict[int, str] = {}
+    thread = threading.Thread(target=answering.ask, args=(0, found), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert found == {2: "in a test"}

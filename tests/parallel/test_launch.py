@@ -19,7 +19,7 @@ import torch.distributed as dist
 from forked_python import Forked
 from free_ports import LOOPBACK, free_port
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
-from meshstep.parallel.launch import LaunchEnvironment, first_host, read_environment
+from meshstep.parallel.launch import LaunchEnvironment, _attempt, first_host, read_environment
 from world import World
 
 PREFIXES = (
@@ -427,3 +427,22 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
     assert capsys.readouterr().err.endswith("rank 1 INFO] early\n")
     for handler in logging.getLogger("meshstep.test").handlers[:]:
         logging.getLogger("meshstep.test").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "prefix"),
+    [
+        ("1", None, ""),
+        ("1", "0", ""),
+        ("1", "2", "meshstep/restart/2"),
+        ("2", "2", ""),
+        ("2", "0", ""),
+        (None, "2", ""),
+    ],
+)
+def test_store_prefix_follows_restarts_of_one_node_only(
+    environment: Callable[[Mapping[str, str]], None], nodes: str | None, restarts: str | None, prefix: str
+) -> None:
+    variables = {"GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RESTART_COUNT": restarts}
+    environment({name: value for name, value in variables.items() if value is not None})
+    assert _attempt() == prefix

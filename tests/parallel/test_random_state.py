@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel.mesh.random_state import (
+    check_random_state,
     cpu_random_state_kept,
     random_state,
     seed_cpu_generators,
@@ -58,3 +59,14 @@ def test_random_state_functions_do_not_import_numpy(monkeypatch: pytest.MonkeyPa
     set_random_state(with_numpy)
     seed_cpu_generators(0)
     assert "numpy" not in sys.modules
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the state of CUDA is restored where CUDA is available")
+def test_state_of_another_machines_cuda_is_ignored_without_cuda() -> None:
+    state = random_state() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    check_random_state(state)
+    set_random_state(state)
+    with pytest.raises(
+        ValueError, match="can't be restored"
+    ):  # negative control: the state of a used generator is checked
+        check_random_state(state | {"cpu": torch.zeros(16, dtype=torch.uint8)})

@@ -143,3 +143,12 @@ def test_save_succeeds_when_previous_checkpoint_cannot_be_removed(
     assert load_checkpoint(tmp_path, model, optimizer) == 2
     save_checkpoint(tmp_path, model, optimizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["meshstep-00000003"]
+
+
+@pytest.mark.parametrize("how", ["disk, tensors", "disk, rest"])
+def test_failed_save_of_one_process_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(*FULL[how], _no_space)
+    with pytest.raises(RuntimeError, match="No space left"):
+        save_checkpoint(tmp_path, model, optimizer_of(model))
+    assert [*tmp_path.iterdir()] == []

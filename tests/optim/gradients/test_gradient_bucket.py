@@ -17,7 +17,7 @@ from meshstep.optim.gradients.buckets import (
     sync_ranks,
 )
 from meshstep.optim.gradients.in_place import is_complete
-from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
+from meshstep.optim.gradients.reduce_in_backward import BackwardReducer, run_all
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from torch import Tensor, nn
 from world import World
@@ -142,3 +142,27 @@ def summed(dtype: torch.dtype) -> list[float]:
 
 def test_bucket_sums_scaled_gradients_over_group(world: World) -> None:
     assert world.run(2, summed, torch.float32) == [[1.5] * 3] * 2
+
+
+def test_scaled_half_gradient_is_converted_before_it_is_scaled() -> None:
+    """A product in bfloat16 would be rounded to 8 bits."""
+    param = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    param.grad = torch.arange(1, 65).bfloat16()
+    flat = bucket_of([param], Seen(), scale=1 / 3).pack()
+    assert torch.equal(flat[:64], param.grad.float() * (1 / 3))
+
+
+def test_two_reductions_are_in_flight_by_default() -> None:
+    running, most = 0, 0
+
+    def start() -> Callable[[], None]:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        return finish
+
+    def finish() -> None:
+        nonlocal running
+        running -= 1
+
+    run_all([start] * 5)
+    assert (running, most) == (0, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
-from meshstep.optim.norm.replicas import CHUNK, TensorHash
+from meshstep.optim.norm.replicas import CHUNK, TensorHash, _find_minorities
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
@@ -73,3 +73,20 @@ def test_hashing_memory_does_not_grow_with_tensor_size(dtype: torch.dtype) -> No
     with Largest() as memory:
         TensorHash(torch.device("cpu"))([tensor])
     assert memory.nbytes == 8 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("hashes", "ranks"),
+    [
+        ([7, 7, 7], None),
+        ([7, 7, 8], (2,)),
+        ([7, 8], (0, 1)),
+        ([8, 7, 7, 9], (0, 3)),
+        ([7, 7, 8, 8, 9], (0, 1, 2, 3, 4)),  # two equally frequent hashes, and a rarer one
+    ],
+)
+def test_ranks_with_less_frequent_hash_are_named_or_all_ranks_at_a_tie(
+    hashes: list[int], ranks: tuple[int, ...] | None
+) -> None:
+    held: Any = [{"parameter": {(): bits}} for bits in hashes]
+    assert [*_find_minorities("parameter", held)] == ([] if ranks is None else [(ranks, len(hashes))])

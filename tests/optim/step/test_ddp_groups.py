@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim.step.data_parallel import MegatronGradSync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.interop.dtensor import keep_specs
 from torch import nn
@@ -133,3 +135,40 @@ def test_fully_shard_over_tensor_shards_raises(
     for found in world.run(4, fully_sharded_over_the_world, dims, shape, spec):
         assert text in found
         assert found != "no error"
+
+
+class AsInMegatron(nn.Module):
+    """The attributes of Megatron's `DistributedDataParallel` that the optimizer reads when it is made."""
+
+    def __init__(self, group: dist.ProcessGroup | None, distributed: bool = False, per_token: bool = False) -> None:
+        super().__init__()
+        self.ddp_config = SimpleNamespace(
+            overlap_grad_reduce=False, grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
+        self.config = SimpleNamespace(calculate_per_token_loss=per_token)
+        if group is not None:
+            self.dp_cp_group = group
+
+
+def checked_groups_of_megatron() -> None:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        MegatronGradSync(AsInMegatron(registry.group("data"))).check_groups(registry)
+        MegatronGradSync(AsInMegatron(None)).check_groups(registry)
+        with pytest.raises(ValueError, match="averages gradients over ranks"):
+            MegatronGradSync(AsInMegatron(registry.group("tensor"))).check_groups(registry)
+
+
+def test_megatrons_data_parallel_group_is_checked_if_it_has_one(world: World) -> None:
+    world.run(4, checked_groups_of_megatron)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"distributed": True}, "use_distributed_optimizer=True: give"),
+        ({"per_token": True}, "calculate_per_token_loss=True"),
+    ],
+)
+def test_unsupported_settings_of_megatrons_module_raise(options: dict[str, bool], said: str) -> None:
+    with pytest.raises(ValueError, match=f"unsupported setting: {said}"):
+        MegatronGradSync(AsInMegatron(None, **options))

@@ -142,6 +142,7 @@ def audited_stages(values: Stages, spec: P, summed: bool = False, also: list[flo
         return audit(model, registry)
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize(
     ("values", "summed", "said"),
     [
@@ -163,6 +164,7 @@ def test_audit_compares_tied_parameters_of_other_names(
     assert said is None or f"w: declared {ENDS}, tied over 'pipe', but {said}: " in str(first)
 
 
+@pytest.mark.default_cases(5)
 @pytest.mark.parametrize(
     ("values", "also", "named"),
     [

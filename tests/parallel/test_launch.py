@@ -429,6 +429,7 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
         logging.getLogger("meshstep.test").removeHandler(handler)
 
 
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize(
     ("nodes", "restarts", "prefix"),
     [

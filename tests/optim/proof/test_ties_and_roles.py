@@ -80,6 +80,7 @@ def test_stale_replica_of_tied_parameter_is_named(world: World, kind: str) -> No
     assert all(not {"table", "head"} & set(layout.rules) for layout in layouts)
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize(
     ("kind", "named"),
     [

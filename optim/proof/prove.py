@@ -242,8 +242,7 @@ def infer(
 ) -> InferredLayout:
     """Find a spec for every trainable parameter, and return the specs with their proof.
 
-    Declarations are not used, except the placements of DTensors, and whether a parameter is tied between pipeline
-    stages or owned by one of them.
+    Declarations are not used, except the placements of DTensors, and whether a parameter is tied.
 
         print(infer(model, lambda model: model(batch), registry))
 
@@ -257,8 +256,12 @@ def infer(
     decide which gradients are complete and which are partial, as in `prove`. A parameter whose elements all have one
     value on all ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. Sharded is
     tried first if another parameter of its module is sharded, or if ``shapes`` has its shape. Parameters with the same
-    name on several pipeline stages count as different, unless they are declared tied or owned. If the result is
-    uncertain, initialise the parameters at random, or pass ``shapes``.
+    name on several pipeline stages count as different, unless they are declared tied. If the result is uncertain,
+    initialise the parameters at random, or pass ``shapes``.
+
+    If losses differ along a model axis, but all gradients are right with it as a data axis, the rules are those for a
+    data axis, and a finding names the axis. `Proof.hints` names shards that are nearly equal, because they may be
+    replicas that diverged.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.

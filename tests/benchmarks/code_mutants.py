@@ -13,7 +13,7 @@ the copy, until the first failure. A fault that no test finds survives: write a 
 
 ``--fresh SEED COUNT`` draws faults from the whole core, of more kinds than ``--random``: a file in proportion to its
 lines, then one of its faults. The tests are the files that name the changed function and its module most often.
-``--seconds`` limits each run of tests. A run without a failure until then counts as "unfinished", not as found.
+``--seconds`` limits each run of tests. With a short limit, "endless" also counts runs that would pass or fail later.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import argparse
 import ast
 import os
 import random
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -296,11 +296,7 @@ def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
             hidden = [node if is_reference or is_text else node.returns, *node.decorator_list]
         elif more and isinstance(node, ast.ClassDef):
             hidden = [*node.decorator_list]
-        elif more and isinstance(node, ast.Call) and _MESSAGE.match(ast.unparse(node.func)):
-            hidden = [node]
-        elif isinstance(node, ast.Raise | ast.JoinedStr) or (
-            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        ):
+        elif isinstance(node, ast.Raise | ast.JoinedStr) or _is_left_out(node, more):
             hidden = [node]
         ignored.update(inner for part in hidden if part is not None for inner in ast.walk(part))
     for node in ast.walk(tree):
@@ -382,10 +378,9 @@ def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node, "pass"
     elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return) and not node.orelse:
         yield node.body[-1], "pass"
-    elif isinstance(node, ast.Slice):
-        if node.lower is not None and node.upper is not None:
-            yield node, f":{ast.unparse(node.upper)}"
-            yield node, f"{ast.unparse(node.lower)}:"
+    elif isinstance(node, ast.Slice) and node.lower is not None and node.upper is not None:
+        yield node, f":{ast.unparse(node.upper)}"
+        yield node, f"{ast.unparse(node.lower)}:"
 
 
 def draw_fresh(count: int, seed: int) -> list[Fault]:
@@ -429,6 +424,13 @@ def closest_tests(fault: Fault, most: int = 10) -> tuple[str, ...]:
         scores[path] = score - 4 * path.startswith("tests/interop/")
     best = sorted(scores, key=lambda path: -scores[path])[:most]
     return tuple(sorted(best, key=lambda path: (_words_of_tests()[path]["world"] > 0, -scores[path])))
+
+
+def _is_left_out(node: ast.AST, more: bool) -> bool:
+    """Return True for a condition on TYPE_CHECKING, and for a log message if ``more``."""
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return more and isinstance(node, ast.Call) and _MESSAGE.match(ast.unparse(node.func)) is not None
 
 
 def _between(fault: object, start: int, stop: int, node: ast.AST, operator: ast.AST, text: str) -> Fault:

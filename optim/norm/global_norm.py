@@ -135,9 +135,9 @@ class GlobalNorm:
         """
         found = []
         if self.units is not None:
-            found.append(self._unit_powers(self.units, gradients).to(like))
+            found.append(self.units.powers(gradients, self.norm_type, self.plan.replica_weights).to(like))
         if self.weights_at == "units" and self.units is not None:
-            found.append(self._unit_powers(self.units, weights).to(like))
+            found.append(self.units.powers(weights, self.norm_type, self.plan.replica_weights).to(like))
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
             powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
@@ -148,10 +148,6 @@ class GlobalNorm:
                 groups = self._group_powers(powers, everything)
                 found.append(self._combine(groups).view(1) if self.weights_at == "total" else groups)
         return found
-
-    def _unit_powers(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
-        powers = units.powers(tensors, self.norm_type, self.plan.replica_weights)
-        return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
 
     def _combine(self, values: Tensor) -> Tensor:
         """Return the sum of ``values``, 0-dim, if they are powers; for p >= `HIGH` they are norms: return their p-norm."""
@@ -465,8 +461,9 @@ class Units:
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
         """Return this rank's power of each unit of the model, [count] float64; 0 for units that it does not hold.
 
-        The power is the sum of |x|^p over this rank's part of the unit, times the weight. For p = inf it is the largest
-        |x|, without a weight. Host synchronization: none.
+        The power is the sum of |x|^p over this rank's part of the unit, times the weight. For `HIGH` <= p < inf, whose
+        powers often leave the range of float64, the values are p-th roots of these powers. For p = inf the value is the
+        largest |x|, without a weight. Host synchronization: none.
 
         Args:
             tensors: One tensor per entry of the plan; None counts as zero.
@@ -477,10 +474,12 @@ class Units:
         totals = torch.zeros(self.count, dtype=torch.float64, device=device)
         for index, tensor in enumerate(tensors):
             for first, dim, part in self._parts(index, tensor):
-                found = _powers_along(part.double(), dim, norm_type)
+                found = _powers_along(part.detach().double(), dim, norm_type)
                 slots = totals[first : first + found.numel()]
                 if norm_type == inf:
                     torch.maximum(slots, found, out=slots)
+                elif norm_type >= HIGH:
+                    slots.copy_(p_norm(torch.stack([slots, found * weights[index] ** (1 / norm_type)]), norm_type))
                 else:
                     slots.add_(found, alpha=weights[index])
         return totals
@@ -534,7 +533,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
 
 
 def _powers_along(part: Tensor, dim: int | None, norm_type: float) -> Tensor:
-    """Return one sum of |x|^p per slice along ``dim``, 1-dim; for p = inf the largest |x|. ``dim`` None: one slice."""
+    """Return one sum of |x|^p per slice along ``dim``, 1-dim; for p >= `HIGH` the p-norm. ``dim`` None: one slice."""
     rows = part.reshape(1, -1) if dim is None else part.movedim(dim, 0).flatten(1)
-    powers = rows.abs()
-    return powers.amax(1) if norm_type == inf else powers.pow(norm_type).sum(1)
+    magnitudes = rows.abs()
+    return p_norm(magnitudes, norm_type, 1) if norm_type >= HIGH else magnitudes.pow(norm_type).sum(1)

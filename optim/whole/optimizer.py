@@ -527,8 +527,7 @@ class StepsTaken:
         """Return the number of steps that ``slot`` has taken before the current step.
 
         Host synchronization: if the count is on a GPU, the host waits for the end of the previous step. In the first
-            step,
-        and in the first step after a load, it waits for all work in the current stream.
+        step, and in the first step after a load, it waits for all work in the current stream.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:

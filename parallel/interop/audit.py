@@ -41,9 +41,9 @@ from .local_parameters import local_parameter, local_tensor, spec_of
 Kind = Literal["split", "partial", "copy", "tied"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
-# Two tensors count as equal if their difference, relative to their norm, is at most this tolerance. Replicated gradients
-# differ slightly between ranks, because ranks sum in different orders. Partial gradients have a relative difference of
-# about 1.
+# Two tensors count as equal if their norms and their projections (`Sketch`) differ by at most this fraction of the larger
+# norm. Replicated gradients differ slightly between ranks, because ranks sum in different orders. Partial gradients have
+# a relative difference of about 1.
 _EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EQUAL_IN_HALF = 5e-2
 

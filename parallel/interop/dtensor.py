@@ -112,8 +112,8 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
     """Context manager that keeps the declared layouts of parameters that are replaced within its block.
 
     `fully_shard` and `parallelize_module` replace parameters. When the block ends, a new parameter gets the declaration of
-    the parameter that was the same attribute of the same module before. A parameter of a new module gets the declaration
-    of the former parameter with the same qualified name.
+    the parameter that was the same attribute of the same module before. A parameter of a new module, or a new attribute,
+    gets the declaration of the former parameter with the same qualified name.
 
         with keep_specs(model):
             for block in model.blocks:

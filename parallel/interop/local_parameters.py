@@ -236,8 +236,9 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
 def divide_once(model: nn.Module) -> None:
     """Make `fully_shard` modules divide gradients once by the factor of ``set_gradient_divide_factor``.
 
-    If the shard mesh of a module has size 1, torch divides float16 and float64 gradients twice by this factor. Call this
-    function before the first backward; it does not change existing gradients.
+    If the shard mesh of a module has size 1, torch divides float16 and float64 gradients twice by this factor, and with
+    ``set_force_sum_reduction_for_comms`` gradients of all dtypes. Call this function before the first backward; it does
+    not change existing gradients.
 
     Args:
         model: Any module. Only `fully_shard` modules within it that have such a factor and a shard mesh of size 1 are

@@ -233,8 +233,9 @@ class Rules:
     def _stages_of(self, embedding: dist.ProcessGroup | None) -> Ranks:
         """Return the pipeline stages that hold the word embedding.
 
-        The result is (0, -1), the first and the last stage, if there is one stage or this rank has no embedding group. A
-        rank without embedding group does not hold the embedding, and does not use the result.
+        The result is (0, -1), the first and the last stage, if there is one stage or this rank has no embedding group. In
+        ``parallel_state``, a rank without embedding group does not hold the embedding, and does not use the result. A
+        ``ProcessGroupCollection`` without ``embd`` must belong to a model whose embedding is on these two stages.
         """
         pipe = self._axes["pipe"]
         if not pipe or embedding is None:

@@ -246,7 +246,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Split consecutive elements of a flattened tensor into rectangles of the tensor.
 
     Elements 2 to 8 of a tensor of shape [3, 4] are three rectangles, one per row: ``..## / #### / #...``. There are at
-    most 2 * dims - 1 rectangles.
+    most 2 * dims - 1 rectangles; a scalar is one.
 
     Args:
         shape: Shape of the tensor.

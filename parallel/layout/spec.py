@@ -9,10 +9,10 @@ not name. Along a pipeline axis that the spec does not name, stages hold differe
     P("data")                              dim 0 is sharded jointly over all axes of the topology's alias `data`
     P(blocks("tensor", 2))                 dim 0 consists of two blocks, and each block is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only ranks with coordinate 0 on `row` hold a shard
-    P("col", owned={"row": "col"}) sharded over `col`; only ranks whose coordinates on `row` and `col` are equal hold it
-    P(partial="tensor") replicated, but its gradient is partial: it must be summed over `tensor` P("tensor", None,
-    tied={"pipe": (0, -1)}) one logical parameter, held by the first and the last stage P() replicated over all data and
-    model axes, declared explicitly
+    P("col", owned={"row": "col"})         sharded over `col`; only ranks with equal coordinates on both axes hold it
+    P(partial="tensor")                    replicated, but its gradient is partial: it must be summed over `tensor`
+    P("tensor", tied={"pipe": (0, -1)})    sharded over `tensor`; the first and the last stage hold one logical parameter
+    P()                                    replicated over all data and model axes, declared explicitly
 """
 
 from __future__ import annotations

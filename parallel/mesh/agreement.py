@@ -154,7 +154,7 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe(value: object, depth: int = 4) -> str:
-    """Return a text for comparing an argument between ranks. Equal arguments have equal texts.
+    """Return a text for comparing an argument between ranks. Equal arguments of the same type have equal texts.
 
     The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
     have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object

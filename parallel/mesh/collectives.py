@@ -18,8 +18,7 @@ same on every rank, each rank computes the full gradient and keeps its shard of 
 computation differs between ranks, each rank computes a partial gradient, which must be summed: use `all_gather_to`.
 
 * Every rank of the group must call the function. The tensors must have the same shape on all ranks, except uneven
-shards
-  and the tensors of `all_to_all`.
+  shards and the tensors of `all_to_all`.
 * The tensor must require grad on all ranks of the group, or on none.
 * The backward consists of maps of the table, so it can be differentiated again.
 * Over a group of size 1 the functions return the tensor itself (with ``uneven=True`` or ``length=`` a view of it), and
@@ -27,12 +26,10 @@ shards
 * The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
 * By default shards have equal shapes. With ``uneven=True`` or ``length=`` shards are the chunks of `torch.chunk` over
-one
-  axis.
+  one axis.
 * No function synchronizes with the host.
 * ``axes`` are names of axes or aliases. A function raises ValueError if ``axes`` is empty, has an unknown name, or
-names
-  an axis twice.
+  names an axis twice.
 """
 
 from __future__ import annotations

@@ -518,8 +518,8 @@ def round_both(
     Args:
         x: The other operand of the product: the input, or the gradient of the output.
         format: `E4M3` or `E5M2`, the 8-bit dtype of the rounded ``x``.
-        weight: The weight, or its transpose.
-        weight_cache: The cache of the weight. None: the rounded weight is not cached.
+        weight: The weight, or its transpose. For the weight gradient with one scale per row: the transposed input.
+        weight_cache: The cache of the weight. None: the rounded ``weight`` is not cached.
         how: The kind of rounding, which is the key in the cache.
         registry: The process groups. None: the tensors are not sharded.
         axes: The axes over which the largest absolute values are all-reduced.

@@ -76,7 +76,7 @@ class LossScale(ABC):
 
 
 class ConstantLossScale(LossScale):
-    """Loss scale that never changes; `update` does nothing.
+    """Loss scale that stays constant: `update` does nothing, only `load_state_dict` changes the scale.
 
         loss_scale = ConstantLossScale(1024.0, device="cuda")
 
@@ -131,7 +131,8 @@ class DynamicLossScale(LossScale):
         loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
 
     Args:
-        init_scale: The first scale; a number > 0 from min_scale to max_scale, at most float32's maximum. Default: 2^16.
+        init_scale: The first scale; a number from 2^-126 to float32's maximum, and from min_scale to max_scale. Default:
+            2^16.
         growth_factor: The scale is multiplied by it to grow; a finite number > 1. Default: 2.0.
         backoff_factor: The scale is multiplied by it to back off; a number between 0 and 1 exclusive. Default: 0.5.
         growth_interval: Number of good steps in a row after which the scale grows, an integer >= 1. Default: 2000.

@@ -42,7 +42,8 @@ class MasterWeights:
     master. A frozen half-precision parameter (``requires_grad=False``) has no master; call `refresh` after you unfreeze
     it.
 
-    Memory per element of a half-precision parameter: 4 bytes for the master, and 4 bytes instead of 2 for the gradient.
+    Memory per element of a half-precision parameter: 4 bytes for the master, and with ``main_grads=True`` 4 bytes instead
+    of 2 for the gradient.
 
     Args:
         optimizer: Any torch optimizer; it may already have stepped. Its param groups and state are changed in place.

@@ -258,10 +258,10 @@ class Bf16(Precision):
     Args:
         stochastic_rounding: If True, there are no float32 master weights: the optimizer rounds bfloat16 parameters
             stochastically (`StochasticRounding`). Default: False.
-        main_grads: If True, gradients accumulate in float32. If False, gradients stay bfloat16 until the step reads
-            them, which saves 2 bytes per element and a pass over memory in backward. Sums of gradients are then rounded
-            to bfloat16: over the micro-batches between two steps, and for a weight that the model uses twice. Default:
-            True.
+        main_grads: If True, gradients accumulate in float32, unless ``stochastic_rounding`` is True. If False, gradients
+            stay bfloat16 until the step reads them, which saves 2 bytes per element and a pass over memory in backward.
+            Sums of gradients are then rounded to bfloat16: over the micro-batches between two steps, and for a weight
+            that the model uses twice. Default: True.
         split_masters: If True, each float32 master weight is stored as the bfloat16 weight and a 16-bit remainder. The
             remainder takes 2 bytes per element, a float32 master takes 4. With AdamW, weight, remainder and states take
             12 bytes per element instead of 14. The optimizer still updates float32 values. The bfloat16 weight is the

@@ -86,8 +86,9 @@ class _Declared(NamedTuple):
 class Setup:
     """The arguments of one `ParallelOptimizer`, with methods that check them and create the objects that a step uses.
 
-    The fields have the names of the constructor's arguments. ``wrong_call`` is the error for an unknown argument, which
-    `agreed_plan` raises on all ranks; None (default): all arguments are known.
+    The fields have the names of the constructor's arguments. ``wrong_call`` is the error for an unknown argument, for a
+    value that is given twice, or for an optimizer that is already wrapped; `agreed_plan` raises it on all ranks. None
+    (default): there is no such error.
     """
 
     optimizer: torch.optim.Optimizer

@@ -127,8 +127,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             a loss scale; ``precision.prepare(model)`` makes the model run in the mode. Default: "fp32", which has
             neither.
         accumulation_steps: Number K of micro-batches per accumulation window; a micro-batch is one call of `backward`.
-            `step` and `zero_grad` do nothing before the K-th micro-batch, and the gradient is the mean over the window.
-            None (default): gradients are summed until you call `step`.
+            `step` does nothing before the K-th micro-batch, and `zero_grad` nothing from the first micro-batch until
+            `step`. The gradient is the mean over the window. None (default): gradients are summed until you call `step`.
         data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages
             gradients in the last micro-batch of a window. A list of modules on a rank with several pipeline stages.
             None (default): `step` averages the gradients. `step` also averages the gradients of parameters that
@@ -512,8 +512,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
                   differ in weights, clipping, hyper-parameters or frozen parameters, or a parameter was unfrozen on any
-                  rank without `refresh`. Such a step is skipped. The error
-                  comes 16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
+                  rank without `refresh`. Such a step is skipped. The error comes 16 steps late, but at once in the first
+                  step and with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
@@ -1012,7 +1012,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def model_plan(self) -> ReductionPlan:
         """Return the reduction plan of the parameters in `model_param_groups`, in their order.
 
-        `add_param_group` replaces it, and so does a new ``max_norm`` that needs parameter names.
+        `add_param_group` and `refresh` replace it, and so does a new ``max_norm`` that needs parameter names.
         """
         return self._table.model_plan
 
@@ -1027,7 +1027,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def grad_sync(self) -> GradSyncController | None:
-        """Return the controller of gradient reduction in backward (``data_parallel`` or ``overlap``); None: there is none.
+        """Return the controller of gradient reduction (``data_parallel``, ``overlap``, ``sum_order="fixed"``), or None.
 
         Without a controller, `step` reduces the gradients.
         """

@@ -276,8 +276,8 @@ def part_of(region: Region, tensor: Tensor) -> SavedTensor:
 # Step counts, and other optimizer states that are one number, are saved per shard: experts on different ranks may have
 # different step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same
 # layout, each shard gets its own numbers back. In another layout, a new shard may combine several saved shards. If
-# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps. Elements without a
-# saved state get initial values.
+# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps, of those that were
+# stepped. Elements without a saved state get initial values.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 """The region of a shard within its parameter, as a tuple of the fields ``spans``, ``start`` and ``stop`` of `Region`."""
@@ -466,7 +466,7 @@ class PieceStates:
     def of(self, name: str, region: Region) -> PieceState:
         """Return the state of the shard ``region`` of parameter ``name``; an empty state if none was saved.
 
-        The shard may combine saved shards with different states. Then it gets the numbers of the saved shard with the
+        The shard may combine saved shards with different states. Then it gets the numbers of the stepped shard with the
         fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
 
         Raises:

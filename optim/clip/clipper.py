@@ -358,7 +358,8 @@ class GradientClipper:
         reduction: As in `GlobalNorm`. Default: "packed".
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
         check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
-            the first measurement with a finite norm. Default: False.
+            the first measurement with a finite norm, and once more if gradients of replicas were zero in it. Default:
+            False.
         exact: True: measure by `ExactNorm`, whose results do not depend on how ranks share the gradients. Default: False.
 
     Attributes:

@@ -386,7 +386,8 @@ def clip_grad_norm_(
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
         GradStats with the norm before clipping, bitwise identical on every rank.
-    Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them. Also:
+    Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them, or
+        partial gradients of DTensors were replaced by their sums. Also:
         ValueError: ``max_norm`` is None or out of range; the rule does not support ``reduction`` or the parameters; or a
             later call with the same `ClipState` has other parameters, ``norm_type`` or ``reduction``.
         TypeError: The rule needs a `ClipState`.

@@ -105,7 +105,8 @@ def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
     """Give ``tensor`` the strides of the dense tensor ``param``. The tensor object remains the same.
 
-    Tensors of another shape than ``param``, and instances of tensor subclasses, stay unchanged.
+    Tensors of another shape than ``param``, and instances of a tensor subclass other than ``nn.Parameter``, stay
+    unchanged.
     """
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(

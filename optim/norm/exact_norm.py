@@ -86,7 +86,7 @@ class ExactNorm(GlobalNorm):
         norms = norm([param.grad for param in params])
 
     For p = inf it is the same as `GlobalNorm`, because a maximum never rounds. ``norms.extra``, the sum of ``extra``, is
-    only exact if the summands are whole numbers. A non-finite gradient gives NaN for all norms.
+    only exact if the summands are whole numbers. For p = 1 and 2 a non-finite gradient gives NaN for all norms.
 
     Args:
         plan, registry, per_parameter: As in `GlobalNorm`.

@@ -3,7 +3,7 @@
 Each rank sends digests of its declarations and of its parameters' full shapes. On request it also sends the names and
 full shapes themselves. If digests of declarations differ, ranks exchange the declarations, and every rank raises an
 error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes, and drop
-the full shapes of unevenly sharded parameters.
+those that differ: the full shapes that were computed from shards of unequal sizes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
     """Return ``plan`` with the norm buckets, the element count and the parameter names of all ranks.
 
-    The returned plan has no full shape of a parameter whose shards have unequal sizes.
+    The returned plan has no full shape of a parameter whose shards have unequal sizes, unless the shape was declared.
 
     Ranks of one pipeline stage must declare the same parameters in the same order. The name, the spec, the sizes of
     unsharded dims, the dtype, the param group, and whether the parameter is frozen must be equal. For an owned
@@ -267,7 +267,7 @@ def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | No
 def _drop_uneven_shapes(
     plan: ReductionPlan, by_rank: Sequence[Mapping[Holders, list[tuple[int, ...] | None]]]
 ) -> ReductionPlan:
-    """Return the plan without the full shapes of parameters whose shards have unequal sizes."""
+    """Return the plan without the full shapes that differ between ranks, because shards have unequal sizes."""
     seen: Counter[Holders] = Counter()
     entries = []
     holders_of = _holders(plan)

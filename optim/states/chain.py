@@ -355,7 +355,8 @@ class ParamTransform:
         """Return the first tensor with values that other code wrote and `write_back` would overwrite, or None.
 
         It finds writes that change neither the tensor's version counter nor its memory, such as in-place writes through
-        ``.data``. After other writes, `pull_grads` copies the tensor to its replacement, so nothing is lost.
+        ``.data``. After other writes, `pull_grads` copies the tensor to its replacement or raises an error, so nothing
+        is lost.
 
         Host synchronization: a few per tensor that has a copy.
         """

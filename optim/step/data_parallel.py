@@ -87,7 +87,7 @@ SumOrder = Literal["any", "fixed"]
 def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
     """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
 
-    These are DTensors, and parameters that a data axis shards.
+    These are DTensors, and parameters whose spec names a data axis.
 
     Args:
         entries: The layouts of ``params``.

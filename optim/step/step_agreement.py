@@ -366,8 +366,8 @@ class StepAgreement:
 
     Attributes:
         sent: The values that the last result of `number` was computed from.
-        replicated: Indices of the trained parameters that are replicated over model axes and not partial over all of
-            them. Each of these ranks computes the whole gradient. Empty until `set_replicas` is called.
+        replicated: Indices of the trained parameters that are replicated, and not partial, over a model axis larger than
+            1. Each rank along this axis computes the whole gradient. Empty until `set_replicas` is called.
         used_clip: The compared clipping rules and thresholds.
     """
 

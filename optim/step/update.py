@@ -275,8 +275,8 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer can skip a step on the device, because it accepts ``grad_scale`` and ``found_inf``.
 
-    True for torch's fused Adam, AdamW, SGD and Adagrad, for the optimizers of `meshstep.optim.whole`, and for a
-    `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
+    True for torch's fused Adam, AdamW, SGD and Adagrad, for `Lion`, for the optimizers of `meshstep.optim.whole`, and
+    for a `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
 
     * Fused SGD with dampening before a parameter's first step: torch makes the momentum buffer from the first gradient,
       which is wrong if that step is skipped on the device.

@@ -6,7 +6,7 @@ its shard of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...amp.casting import copy_each_
 from ...parallel.layout.shard import Box, Shape
+from . import batching
+from .batching import grouped, values_of
 from .tensors import LogicalTensor, WholeTensors, narrowed
 
 # Flat communication buffers -------------------------------------------------------------------------------------------
@@ -93,6 +96,22 @@ Compute = Callable[[Matrix, list[Tensor]], Tensor]
 share memory with them, because their memory is reused.
 """
 
+ComputeStack = Callable[[Sequence[Matrix], list[Tensor]], Iterable[Tensor]]
+"""A function ``compute(matrices, stacks)`` that returns the result of each matrix, for n matrices of equal shapes.
+
+``stacks`` is a list of tensors of n matrices each, such as the weights and the gradients. Results are as in `Compute`.
+"""
+
+
+def each(compute: Compute) -> ComputeStack:
+    """Return a function that calls ``compute`` for one matrix after the other."""
+
+    def of_stack(matrices: Sequence[Matrix], stacks: list[Tensor]) -> Iterator[Tensor]:
+        for row, matrix in enumerate(matrices):
+            yield compute(matrix, [stack[row] for stack in stacks])
+
+    return of_stack
+
 
 class TransferSlice(NamedTuple):
     """A rectangle of one of this rank's shards, and its place in the flat buffer that is sent or received.
@@ -147,6 +166,8 @@ class Round:
         self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
+        # matrices of equal shapes are next to each other in memory, so that they can be computed together
+        self._stacks = list(grouped(self._own, lambda index: matrices[index].shape).values())
         # {(other rank, owner rank): number of elements}: sent to the owner rank, and sent back from it
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
@@ -188,9 +209,7 @@ class Round:
 
     # To the owner rank ----------------------------------------------------------------------------------------------
 
-    def send(
-        self, values: Sequence[Mapping[int, Tensor]], device: torch.device
-    ) -> Callable[[], dict[int, list[Tensor]]]:
+    def send(self, values: Sequence[Mapping[int, Tensor]], device: torch.device) -> Callable[[], list[list[Tensor]]]:
         """Start sending this rank's elements of the matrices to the owner ranks.
 
         Args:
@@ -198,94 +217,115 @@ class Round:
                 stepped shard to a tensor of the shard's shape.
             device: Device of the full matrices.
         Returns:
-            A function that waits for the all-to-all. It returns {index of a matrix in this round: list of its full
-                tensors} for the matrices in `own`. The list has one tensor per mapping in ``values``.
+            A function that waits for the all-to-all. It returns the full tensors of the matrices in `own`: for each
+                stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
         """
-        wholes = self._wholes(device)
+        stacks = self._empty_stacks(device)
+        wholes = self._of_matrices(stacks)
         flat, out, into = self._flat("sent", self._there, True, device)
-        for position, places in self._sent.items():
+        for positions in _portions(self._sent, device):
+            copies: list[tuple[Tensor, Tensor]] = []
             for index, of_list in enumerate(values):
-                parts = self._parts(position, of_list[position], places)
-                for number, _, box, begin in (place for place in places if place.which == index):
-                    if begin is None:
-                        target = narrowed(wholes[number][index], box, self._matrices[number].box.offsets)
-                    else:
-                        target = flat[begin : begin + prod(box.sizes)].view(box.sizes)
-                    target.copy_(parts[box])
+                for position, value in zip(positions, values_of(of_list, positions), strict=True):
+                    places = self._sent[position]
+                    parts = self._parts(position, value, places)
+                    for number, _, box, begin in (place for place in places if place.which == index):
+                        if begin is None:
+                            target = narrowed(wholes[number][index], box, self._matrices[number].box.offsets)
+                        else:
+                            target = flat[begin : begin + prod(box.sizes)].view(box.sizes)
+                        copies.append((target, parts[box]))
+            _copy(copies)
         arrived = self._exchange("arrived", self._there, flat, out, into, device)
 
-        def finish() -> dict[int, list[Tensor]]:
+        def finish() -> list[list[Tensor]]:
             elements, at = arrived(), 0
+            copies: list[tuple[Tensor, Tensor]] = []
             for rank in self.ranks:
                 for number in self._own if rank != self._me else ():
                     matrix = self._matrices[number]
                     for whole in wholes[number]:
                         for box in matrix.sources.get(rank, ()):
                             part, at = elements[at : at + prod(box.sizes)], at + prod(box.sizes)
-                            narrowed(whole, box, matrix.box.offsets).copy_(part.view(box.sizes))
-            return wholes
+                            copies.append((narrowed(whole, box, matrix.box.offsets), part.view(box.sizes)))
+            _copy(copies)
+            wholes.clear()
+            return stacks
 
         return finish
 
-    def _wholes(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """Return {index of a matrix in this round: its uninitialised full tensors} for the matrices in `own`."""
-        numels = [prod(matrix.shape) for matrix in self.own]
-        flat = self._buffers.flat(("whole", self._buffer_index), self._lists * sum(numels), self._dtype, device)
-        parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
+    def _empty_stacks(self, device: torch.device) -> list[list[Tensor]]:
+        """Return uninitialised full tensors of the matrices in `own`, as `send` does."""
+        shapes = [(len(numbers), *self._matrices[numbers[0]].shape) for numbers in self._stacks]
+        numels = [prod(shape) for shape in shapes for _ in range(self._lists)]
+        flat = self._buffers.flat(("whole", self._buffer_index), sum(numels), self._dtype, device)
+        parts = iter(flat.split(numels))
+        return [[next(parts).view(shape) for _ in range(self._lists)] for shape in shapes]
+
+    def _of_matrices(self, stacks: Sequence[Sequence[Tensor]]) -> dict[int, list[Tensor]]:
+        """Return {index of a matrix in this round: list of its full tensors} for the matrices in `own`."""
         return {
-            number: [next(parts).view(self._matrices[number].shape) for _ in range(self._lists)] for number in self._own
+            number: [stack[row] for stack in of_lists]
+            for numbers, of_lists in zip(self._stacks, stacks, strict=True)
+            for row, number in enumerate(numbers)
         }
 
     # Back to the ranks with shards ----------------------------------------------------------------------------------
 
     def send_back(
         self,
-        wholes: dict[int, list[Tensor]],
-        compute: Compute,
+        stacks: list[list[Tensor]],
+        compute: ComputeStack,
         results: dict[int, Tensor],
         device: torch.device,
-    ) -> Callable[[], Iterator[int]]:
+    ) -> Callable[[], Iterator[list[int]]]:
         """Compute the matrices that this rank owns, and start sending the results to the ranks that hold parts of them.
 
         Args:
-            wholes: {index of a matrix in this round: list of its full tensors}. A matrix is removed from the dict when
-                it is computed.
-            compute: Computes the result of a matrix.
+            stacks: The full tensors of these matrices, as the function that `send` returns gives them.
+            compute: Computes the results of the matrices of a stack.
             results: The returned function writes this rank's shards of the results into this dict, by position.
             device: Device of the results.
         Returns:
-            A function that returns an iterator. The iterator waits for the all-to-all, writes the shards into
-                ``results`` in the full tensors' dtype, and yields the position of each shard after it was written.
+            A function that returns an iterator. The iterator waits for the all-to-all, writes shards into ``results``
+                in the full tensors' dtype, and yields the positions of the shards that it has written.
         """
         flat, out, into = self._flat("sent back", self._back, False, device)
         begins = self._begins()
         stays: dict[int, Tensor] = {}
-        for number in self._own:
-            matrix = self._matrices[number]
-            # contiguous, because copies of parts of a transposed matrix are slow
-            stays[number] = made = compute(matrix, wholes.pop(number)).contiguous()
-            for rank in self.ranks:
-                for box in matrix.holders.get(rank, ()) if rank != self._me else ():
-                    begin = begins[number, rank, box]
-                    part = narrowed(made, box, matrix.box.offsets)
-                    flat[begin : begin + prod(box.sizes)].view(box.sizes).copy_(part)
+        for numbers, of_lists in zip(self._stacks, stacks, strict=True):
+            copies: list[tuple[Tensor, Tensor]] = []
+            found = compute([self._matrices[number] for number in numbers], of_lists)
+            for number, made in zip(numbers, found, strict=True):
+                matrix = self._matrices[number]
+                # contiguous, because copies of parts of a transposed matrix are slow
+                stays[number] = made = made.contiguous()
+                for rank in self.ranks:
+                    for box in matrix.holders.get(rank, ()) if rank != self._me else ():
+                        begin = begins[number, rank, box]
+                        part = narrowed(made, box, matrix.box.offsets)
+                        copies.append((flat[begin : begin + prod(box.sizes)].view(box.sizes), part))
+            _copy(copies)
         arrived = self._exchange("arrived back", self._back, flat, out, into, device)
 
-        def finish() -> Iterator[int]:
+        def finish() -> Iterator[list[int]]:
             elements = arrived()
-            for position in self.positions:  # includes empty shards, which need a result tensor too
-                places = self._returned.get(position, [])
-                if position not in results:
-                    shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
-                    results[position] = torch.empty(shape, dtype=dtype, device=device)
-                parts = self._parts(position, results[position], places)
-                for number, _, box, begin in places:
-                    if begin is None:
-                        part = narrowed(stays[number], box, self._matrices[number].box.offsets)
-                    else:
-                        part = elements[begin : begin + prod(box.sizes)].view(box.sizes)
-                    parts[box].copy_(part)
-                yield position
+            for positions in _portions(self.positions, device):
+                copies: list[tuple[Tensor, Tensor]] = []
+                for position in positions:  # includes empty shards, which need a result tensor too
+                    places = self._returned.get(position, [])
+                    if position not in results:
+                        shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
+                        results[position] = torch.empty(shape, dtype=dtype, device=device)
+                    parts = self._parts(position, results[position], places)
+                    for number, _, box, begin in places:
+                        if begin is None:
+                            part = narrowed(stays[number], box, self._matrices[number].box.offsets)
+                        else:
+                            part = elements[begin : begin + prod(box.sizes)].view(box.sizes)
+                        copies.append((parts[box], part))
+                _copy(copies)
+                yield positions
             stays.clear()
 
         return finish
@@ -358,10 +398,21 @@ class Round:
         return finish
 
 
+def _portions(positions: Iterable[int], device: torch.device) -> list[list[int]]:
+    """Return the positions whose tensors are copied together: all of a round, or on a CPU one after the other."""
+    return [list(positions)] if batching.batches_on(device) else [[position] for position in positions]
+
+
+def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first one."""
+    if copies:
+        copy_each_(*zip(*copies, strict=True))
+
+
 def in_flight(
-    rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
-) -> Iterator[tuple[int, Tensor]]:
-    """Run all rounds, and yield (position, this rank's shard of the result) when a shard is complete.
+    rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: ComputeStack, device: torch.device
+) -> Iterator[dict[int, Tensor]]:
+    """Run all rounds, and yield {position: this rank's shard of the result} when shards are complete.
 
     A position is the index of a stepped tensor over all param groups. While one round computes, the shards of the next
     round and the results of the previous round are in transit.
@@ -370,17 +421,17 @@ def in_flight(
         rounds: The rounds in which this rank takes part, in the same order on all of their ranks.
         values: One mapping per tensor to send, such as the weights and the gradients. Each maps the position of a
             stepped shard to a tensor of the shard's shape.
-        compute: Computes the result of a matrix.
+        compute: Computes the results of matrices.
         device: Device of the computation and of the results.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
-    returning: list[Callable[[], Iterator[int]]] = []
+    returning: list[Callable[[], Iterator[list[int]]]] = []
 
-    def there(index: int) -> Iterator[tuple[int, Tensor]]:
-        for position in returning.pop(0)():
-            if last[position] == index:
-                yield position, results.pop(position)
+    def there(index: int) -> Iterator[dict[int, Tensor]]:
+        for positions in returning.pop(0)():
+            if complete := [position for position in positions if last[position] == index]:
+                yield {position: results.pop(position) for position in complete}
 
     arriving = rounds[0].send(values, device) if rounds else None
     for index, one in enumerate(rounds):
@@ -472,11 +523,24 @@ class Homes:
             for matrices in _rounds(by_ranks[ranks], lists, round_bytes)
         ]
         self.buffers = Buffers()
-        self._rounds = [
-            Round(tensors, ranks, matrices, lists, dtype or matrices[0].tensor.dtype, index % 2, self.buffers)
+        self._lists, self._shares = lists, shares
+        self._rounds = self._rounds_of(shares)
+        self.own = [matrix for one in self._rounds for matrix in one.own]
+
+    def _rounds_of(self, shares: Sequence[tuple[tuple[int, ...], Sequence[Matrix]]]) -> list[Round]:
+        """Return one round per (ranks, matrices)."""
+        return [
+            Round(
+                self.tensors,
+                ranks,
+                matrices,
+                self._lists,
+                self._dtype or matrices[0].tensor.dtype,
+                index % 2,
+                self.buffers,
+            )
             for index, (ranks, matrices) in enumerate(shares)
         ]
-        self.own = [matrix for one in self._rounds for matrix in one.own]
 
     def map(
         self, values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device | None = None
@@ -505,14 +569,39 @@ class Homes:
         Memory: the full matrices of two rounds, the results of two rounds, and the communication buffers of two rounds.
             On a CPU, the matrices and buffers are kept for the next call.
         """
-        if device is None:
-            device = next((value.device for value in values[0].values()), torch.device("cpu"))
-        if self.tensors.registry is None:
-            return self._alone(values, compute)
-        return in_flight(self._rounds, values, compute, device)
+        for found in self.map_stacks(values, each(compute), device):
+            yield from found.items()
 
-    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
-        """Compute the matrices in a single process, and yield (position, result); skip positions without a value."""
+    def map_stacks(
+        self, values: Sequence[Mapping[int, Tensor]], compute: ComputeStack, device: torch.device | None = None
+    ) -> Iterator[dict[int, Tensor]]:
+        """Compute matrices of equal shapes together, and yield {position: this rank's shard of the result}.
+
+        Args:
+            values: As in `map`.
+            compute: Called on the owner rank only, for each set of matrices in `own` with equal shapes in a round. On a
+                CPU without `ParallelOptimizer`, it is called for one matrix at a time.
+            device: As in `map`. In a single process without `ParallelOptimizer`, a GPU means that all values are on it.
+        Returns:
+            An iterator of {position: shard of the result in the full tensor's dtype}: on a GPU one dict per round, on a
+                CPU one per position.
+
+        Collectives, host synchronization, memory: as in `map`.
+        """
+        if self.tensors.registry is not None:
+            if device is None:
+                device = next((value.device for value in values[0].values()), torch.device("cpu"))
+            return in_flight(self._rounds, values, compute, device)
+        if device is None or not batching.batches_on(device):
+            return self._alone(values, compute)
+        present = [
+            (ranks, [matrix for matrix in matrices if self.tensors.positions(matrix.tensor)[0] in values[0]])
+            for ranks, matrices in self._shares
+        ]
+        return in_flight(self._rounds_of([one for one in present if one[1]]), values, compute, device)
+
+    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: ComputeStack) -> Iterator[dict[int, Tensor]]:
+        """Compute the matrices in a single process, and yield {position: result}; skip positions without a value."""
         by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
@@ -525,9 +614,10 @@ class Homes:
                 given = [value.to(self._dtype) for value in given]
             result = torch.empty_like(given[0], dtype=self.tensors.tensors[position].dtype)
             for matrix in by_position[position]:
-                wholes = [narrowed(value, matrix.box) for value in given]
-                narrowed(result, matrix.box).copy_(compute(matrix, wholes))
-            yield position, result
+                stacks = [narrowed(value, matrix.box).unsqueeze(0) for value in given]
+                (made,) = compute([matrix], stacks)
+                narrowed(result, matrix.box).copy_(made)
+            yield {position: result}
 
 
 def _common(held: Sequence[Box], box: Box) -> list[Box]:

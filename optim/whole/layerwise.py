@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .optimizer import LazyTensors, Slot, Update, WholeOptimizer, moments
+from .batching import LazyTensors
+from .optimizer import Slot, Update, WholeOptimizer, moments
 
 
 class LAMB(WholeOptimizer):

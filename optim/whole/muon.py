@@ -25,8 +25,10 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.deprecation import renamed_arguments, renamed_fields
 from ...parallel.mesh.text import some, without_wrappers
 from ..states.chain import named_params_of
-from .exchange import Homes, Matrix
-from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
+from . import batching
+from .batching import LazyTensors, grouped
+from .exchange import Homes, Matrix, each
+from .optimizer import ADAMW, Slot, Update, WholeOptimizer, adamw_in_place, adamw_update, moments
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 
 # Newton-Schulz iteration: five steps of a polynomial that moves all singular values to about 1 ------------------------
@@ -67,7 +69,8 @@ def newton_schulz(
     side is at least 1.9 times as long (with five steps), use the Gram form, which has fewer operations.
 
     Args:
-        matrix: [rows, columns]. Its dtype is the dtype of the computation.
+        matrix: [rows, columns], or a stack of matrices [n, rows, columns], each of which is orthogonalised. Its dtype
+            is the dtype of the computation.
         coefficients: a, b and c of the polynomial a x + b x^3 + c x^5. Default: Keller Jordan's.
         steps: Number of steps. Default: 5.
         eps: The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. Default 0: no
@@ -75,13 +78,13 @@ def newton_schulz(
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
-    x = x / x.norm().clamp(min=eps) if eps else normalize(x)
-    x = (on_gram if uses_gram(tuple(x.shape), steps) else on_matrix)(x, coefficients, steps)
+    x = x / _norm(x).clamp(min=eps) if eps else normalize(x)
+    x = (on_gram if uses_gram(tuple(x.shape[-2:]), steps) else on_matrix)(x, coefficients, steps)
     return x.mT if tall else x
 
 
 def normalize(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` divided by its Frobenius norm; zeros if the norm is 0.
+    """Return ``matrix``, or each matrix of a stack, divided by its Frobenius norm; zeros if the norm is 0.
 
     The matrix is multiplied by a power of two first, so that its norm neither underflows nor overflows. This
     multiplication is exact, except for subnormal numbers.
@@ -90,29 +93,38 @@ def normalize(matrix: Tensor) -> Tensor:
     """
     if not matrix.numel():
         return matrix.clone()
-    largest = matrix.abs().amax().to(torch.promote_types(matrix.dtype, torch.float32))
+    largest = matrix.abs().amax() if matrix.dim() == 2 else _norm(matrix, inf)  # `_norm` makes no copy of the stack
+    largest = largest.to(torch.promote_types(matrix.dtype, torch.float32))
     limit = frexp(torch.finfo(matrix.dtype).max)[1] - 1  # exponent of the dtype's largest power of two
     exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
     x = matrix * torch.ldexp(torch.ones_like(largest), -exponent).to(matrix.dtype)
-    norm = x.norm()
+    norm = _norm(x)
     return x.div_(torch.where(norm > 0, norm, torch.ones_like(norm)))
+
+
+def _norm(x: Tensor, order: float = 2.0) -> Tensor:
+    """Return the norm of a matrix, 0-dim, or of each matrix of a stack, [n, 1, 1]."""
+    norm: Tensor = x.norm(order) if x.dim() == 2 else torch.linalg.vector_norm(x, order, (-2, -1), keepdim=True)
+    return norm
 
 
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Apply X <- a X + (b A + c A A) X with A = X X^T ``steps`` times, and return X.
 
     Args:
-        x: [short side, long side], with singular values up to 1. Its memory may be overwritten.
+        x: [short side, long side], or a stack of such matrices, with singular values up to 1. Its memory may be
+            overwritten.
         coefficients: a, b and c.
         steps: Number of steps.
     """
     a, b, c = coefficients
+    mm, addmm = _products(x)
     # allocated once, because allocations in every step are slow
-    after, gram, polynomial = x.new_empty(x.shape), x.new_empty(2 * x.shape[:1]), x.new_empty(2 * x.shape[:1])
+    after, gram, polynomial = x.new_empty(x.shape), _empty_squares(x), _empty_squares(x)
     for _ in range(steps):
-        torch.mm(x, x.mT, out=gram)
-        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        x, after = torch.addmm(x, polynomial, x, beta=a, out=after), x
+        mm(x, x.mT, out=gram)
+        addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        x, after = addmm(x, polynomial, x, beta=a, out=after), x
     return x
 
 
@@ -122,25 +134,36 @@ def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> 
     Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by their product.
 
     Args:
-        x: [short side, long side], with singular values up to 1. Its memory may be overwritten.
+        x: [short side, long side], or a stack of such matrices, with singular values up to 1. Its memory may be
+            overwritten.
         coefficients: a, b and c.
         steps: Number of steps.
     """
     a, b, c = coefficients
+    mm, addmm = _products(x)
     after = x.new_empty(x.shape)
-    gram, p, q, spare = (x.new_empty(2 * x.shape[:1]) for _ in range(4))
+    gram, p, q, spare = (_empty_squares(x) for _ in range(4))
     for first in range(0, steps, RUN):
-        torch.mm(x, x.mT, out=gram)
+        mm(x, x.mT, out=gram)
         for step in range(first, min(first + RUN, steps)):
             if step > first:
-                torch.mm(torch.mm(p, gram, out=spare), p, out=gram)
-            torch.addmm(gram, gram, gram, beta=b, alpha=c, out=p).diagonal().add_(a)
+                mm(mm(p, gram, out=spare), p, out=gram)
+            addmm(gram, gram, gram, beta=b, alpha=c, out=p).diagonal(dim1=-2, dim2=-1).add_(a)
             if step > first:
-                q, spare = torch.mm(p, q, out=spare), q
+                q, spare = mm(p, q, out=spare), q
             else:
                 q.copy_(p)
-        x, after = torch.mm(q, x, out=after), x
+        x, after = mm(q, x, out=after), x
     return x
+
+
+def _products(x: Tensor) -> tuple[Any, Any]:
+    """Return torch's functions for A B and C + A B: for matrices, or for stacks if ``x`` is a stack."""
+    return (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
+
+
+def _empty_squares(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.size(-2))
 
 
 def uses_gram(shape: Shape, steps: int = 5) -> bool:
@@ -245,7 +268,12 @@ class Muon(WholeOptimizer):
         64 MiB in the parameters' dtype, or one larger matrix. Each round has at most two all-to-alls among the ranks
         that step shards of its matrices.
     Memory: in a step, the full matrices of two rounds, the results of two rounds, and the communication buffers, in
-        ``ns_dtype``. On a CPU, the matrices and buffers are kept for the next step.
+        ``ns_dtype``. On a CPU, the matrices and buffers are kept for the next step. On a GPU, matrices of equal shapes in
+        a round are orthogonalised together, which needs about four times their memory.
+
+    On a GPU, few kernels step many tensors. AdamW is torch's fused AdamW. Gradients that are clipped or scaled are
+    changed in place, as by torch's fused optimizers. Products of stacked matrices may round differently from products
+    of single matrices, so results depend on the number of ranks by rounding.
     """
 
     kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
@@ -417,27 +445,68 @@ class Muon(WholeOptimizer):
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         matrices = {slot.position: slot for slot in slots if slot.group["algorithm"] == "muon"}
-        for slot in matrices.values():
-            mu = slot.group["momentum"]
-            self.descend(slot.state["momentum_buffer"], slot.grad, -(1 - mu), -1.0)  # m + (1 - mu) (g - m)
+        others = [slot for slot in slots if slot.group["algorithm"] == "adamw"]
+        self._add_to_momentum(list(matrices.values()))
 
         def orthogonal(matrix: Matrix, lists: list[Tensor]) -> Tensor:
-            group = matrices[self.tensors.positions(matrix.tensor)[0]].group
             whole = lists[0].reshape(as_matrix(matrix.shape))
-            return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(matrix.shape)
+            return newton_schulz(whole, *self._options(matrices, matrix)).reshape(matrix.shape)
 
-        directions = LazyTensors(list(matrices.values()), _direction)
-        device = next((slot.param.device for slot in matrices.values()), None)
-        for position, o in self._homes.map([directions], orthogonal, device):
-            slot = matrices[position]
-            lr, decay, scale = slot.group["lr"], slot.group["weight_decay"], self._scale(slot)
+        def orthogonal_stack(together: Sequence[Matrix], stacks: list[Tensor]) -> Iterator[Tensor]:
+            options = [self._options(matrices, matrix) for matrix in together]
+            if any(other != options[0] for other in options):
+                yield from each(orthogonal)(together, stacks)
+                return
+            shape = together[0].shape
+            made = newton_schulz(stacks[0].view(len(together), *as_matrix(shape)), *options[0])
+            yield from made.contiguous().view(len(together), *shape).unbind()
+
+        directions = LazyTensors(list(matrices.values()), _direction, _directions)
+        devices = [slot.param.device for slot in matrices.values()]
+        device = devices[0] if devices else None
+        if device is not None and batching.batches_on(device) and {*devices} == {device}:
+            found = self._homes.map_stacks([directions], orthogonal_stack, device)
+        else:
+            found = self._homes.map_stacks([directions], each(orthogonal), device)
+        for made in found:
+            yield from self._descend_along(made, matrices)
+        together = grouped(others, lambda slot: slot.is_batched)
+        adamw_in_place(together.get(True, ()), getattr(self, "found_inf", None))
+        for slot in together.get(False, ()):
+            yield adamw_update(slot)
+
+    def _add_to_momentum(self, slots: Sequence[Slot]) -> None:
+        """Set the momentum m of each slot to m + (1 - mu) (g - m)."""
+        for of_group in grouped(slots, lambda slot: (id(slot.group), slot.is_batched or slot.position)).values():
+            rate, momenta = -(1 - of_group[0].group["momentum"]), [slot.state["momentum_buffer"] for slot in of_group]
+            if not of_group[0].is_batched:
+                self.descend_each(momenta, [slot.grad for slot in of_group], rate, -1.0)
+                continue
+            grads = [slot.scaled_grad.to(slot.param.dtype).contiguous() for slot in of_group]
+            self.descend_each(momenta, grads, rate, -1.0, of_group[0].grad_scale)
+            for slot, grad in zip(of_group, grads, strict=True):
+                slot.grad = grad  # divided by the scale, unless the step is skipped
+
+    def _options(self, slots: Mapping[int, Slot], matrix: Matrix) -> tuple[Any, ...]:
+        """Return the options of `newton_schulz` for a matrix."""
+        group = slots[self.tensors.positions(matrix.tensor)[0]].group
+        return group["ns_coefficients"], group["ns_steps"], group["eps"]
+
+    def _descend_along(self, directions: Mapping[int, Tensor], slots: Mapping[int, Slot]) -> Iterator[Update]:
+        """Step parameters along orthogonal directions, given by position, and yield their updates."""
+        scaled: list[tuple[Slot, Tensor, float]] = []
+        for position, direction in directions.items():
+            slot, scale = slots[position], self._scale(slots[position])
             if isinstance(scale, Tensor):
-                o, scale = o * scale, 1.0
-            self.descend(slot.param, o, lr * scale, decay / scale)
-            yield Update(slot, slot.param, {})
-        for slot in slots:
-            if slot.group["algorithm"] == "adamw":
-                yield adamw_update(slot)
+                direction, scale = direction * scale, 1.0
+            scaled.append((slot, direction, scale))
+        for of_scale in grouped(scaled, lambda one: (id(one[0].group), one[2])).values():
+            slot, _, scale = of_scale[0]
+            lr, decay = slot.group["lr"], slot.group["weight_decay"]
+            params, along = [slot.param for slot, _, _ in of_scale], [direction for _, direction, _ in of_scale]
+            self.descend_each(params, along, lr * scale, decay / scale)
+            for slot, _, _ in of_scale:
+                yield Update(slot, slot.param, {})
 
     def _scale(self, slot: Slot) -> float | Tensor:
         """Return the factor on a parameter's update, from ``adjust_lr_fn``.
@@ -467,6 +536,18 @@ def _direction(slot: Slot) -> Tensor:
     """
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
+
+
+def _directions(slots: Sequence[Slot]) -> list[Tensor]:
+    """Return the same as `_direction` for each slot, with few kernels."""
+    found: dict[int, Tensor] = {}
+    for (nesterov, mu, *_), alike in grouped(
+        slots, lambda slot: (slot.group["nesterov"], slot.group["momentum"], slot.param.device, slot.param.dtype)
+    ).items():
+        momenta: list[Tensor] = [slot.state["momentum_buffer"] for slot in alike]
+        made = torch._foreach_lerp([slot.grad for slot in alike], momenta, float(mu)) if nesterov else momenta
+        found.update((slot.position, tensor) for slot, tensor in zip(alike, made, strict=True))
+    return [found[slot.position] for slot in slots]
 
 
 def _boxes(tensor: LogicalTensor) -> Sequence[Box]:

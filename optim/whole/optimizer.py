@@ -18,11 +18,13 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from ...amp.casting import is_half
@@ -33,6 +35,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
 from ..states.chain import named_params_of, params_of
+from . import batching
 from .exchange import Homes, Matrix
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
 
@@ -44,19 +47,40 @@ class Slot:
     Args:
         position: The tensor's index over all param groups.
         param: The tensor: a shard, or in a single process a full parameter. A full parameter may be non-contiguous.
-        grad: The unscaled gradient, of the same shape and dtype, contiguous; zeros if a shard has no gradient.
+        scaled_grad: The gradient times ``grad_scale``, in any dtype and with any strides; zeros if a shard has no
+            gradient.
+        grad_scale: 0-dim; None: 1.
         state: The optimizer state of the tensor. To change it, return new values in an `Update`, or call
             `WholeOptimizer.write` or `WholeOptimizer.descend`, which do nothing in a skipped step.
         group: The param group of the tensor.
-        step: Number of steps of the tensor, including the present one; 0-dim float64.
     """
 
     position: int
     param: Tensor
-    grad: Tensor
+    scaled_grad: Tensor
+    grad_scale: Tensor | None
     state: dict[str, Any]
     group: dict[str, Any]
-    step: Tensor
+
+    @cached_property
+    def grad(self) -> Tensor:
+        """Return the unscaled gradient, of the tensor's shape and dtype, contiguous."""
+        grad = self.scaled_grad
+        if self.grad_scale is not None:
+            grad = grad / self.grad_scale.to(grad.device)
+        return grad.to(self.param.dtype).contiguous()
+
+    @cached_property
+    def step(self) -> Tensor:
+        """Return the number of steps of the tensor, including the present one; 0-dim float64."""
+        count: Tensor = self.state["step"]
+        return count.double() + 1
+
+    @property
+    def is_batched(self) -> bool:
+        """Return True if fused kernels may step the tensor and its states together with others; see `batching`."""
+        states = (value for value in self.state.values() if isinstance(value, Tensor))
+        return batching.is_batched(self.param) and all(value.is_contiguous() for value in states)
 
 
 class Update(NamedTuple):
@@ -127,7 +151,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Compute one step, and yield one `Update` per slot. `step` then writes it and adds 1 to the slot's step count.
 
-        Yield nothing for a slot that is skipped.
+        Yield nothing for a slot that is skipped, or whose step count `updates` has changed itself.
 
         Args:
             slots: The tensors that this rank steps, in the order of the param groups. May be empty.
@@ -259,11 +283,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        counted = []
         for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
             self.write(slot.param, param)
             for key, value in state.items():
                 self.write(slot.state[key], value)
-            self.write(slot.state["step"], slot.step.to(slot.state["step"].dtype))
+            counted.append(slot)
+        self._count(counted)
         return loss
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -292,26 +318,66 @@ class WholeOptimizer(torch.optim.Optimizer):
 
         Host synchronization: none if all tensors and ``found_inf`` are on one device.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if not target.is_cpu or not target.is_contiguous() or is_half(target):
-            # The fused kernel below is for CPU tensors, where allocating memory is slow. It ignores strides, so it
-            # needs contiguous tensors. Half-precision tensors are computed in float32 here, and rounded once.
-            whole = target.float() if is_half(target) else target
-            self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
-            return
-        sgd(
-            [target],
-            [direction.to(target.dtype).contiguous()],
-            [None],
-            fused=True,
-            found_inf=found_inf,
-            lr=rate,
-            weight_decay=decay,
-            momentum=0.0,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+        self.descend_each([target], [direction], rate, decay)
+
+    def descend_each(
+        self,
+        targets: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        rate: float | Tensor,
+        decay: float = 0.0,
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        """Call `descend` for each target, with few kernels for many tensors.
+
+        Args:
+            targets: The tensors to change.
+            directions: One tensor per target, of its shape.
+            rate: A number or a 0-dim tensor.
+            decay: Weight decay. Default: 0.
+            grad_scale: 0-dim. The directions are first divided by it, in place unless the step is skipped. They must
+                then be contiguous and have the dtypes of the targets, and `batching.is_batched` must be True for all
+                targets. None: 1.
+
+        Host synchronization: none if all tensors and ``found_inf`` are on one device.
+        """
+        fused: list[tuple[Tensor, Tensor]] = []
+        for target, direction in zip(targets, directions, strict=True):
+            # torch's fused kernel ignores strides, so it needs contiguous tensors. On a CPU, some versions of torch
+            # leave half-precision tensors unchanged. They are computed in float32 here, and rounded once.
+            if batching.is_batched(target) or (target.is_cpu and target.is_contiguous() and not is_half(target)):
+                fused.append((target, direction.to(target.dtype).contiguous()))
+            else:
+                whole = target.float() if is_half(target) else target
+                self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
+        if fused:
+            sgd(
+                [target for target, _ in fused],
+                [direction for _, direction in fused],
+                [None] * len(fused),
+                fused=True,
+                grad_scale=grad_scale,
+                found_inf=getattr(self, "found_inf", None),
+                lr=rate,
+                weight_decay=decay,
+                momentum=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    def _count(self, slots: Sequence[Slot]) -> None:
+        """Add 1 to the step counts of the slots, unless the step is skipped."""
+        together = batching.grouped(slots, lambda slot: (slot.state["step"].device, slot.state["step"].dtype))
+        for (device, dtype), of_kind in together.items():
+            if batching.batches_on(device):
+                found_inf: Tensor | None = getattr(self, "found_inf", None)
+                taken = torch.ones((), device=device) if found_inf is None else 1 - found_inf.to(device)
+                # `torch._foreach_add_` would read the tensor on the host
+                torch.ops.aten._foreach_add_.Tensor([slot.state["step"] for slot in of_kind], taken.to(dtype))
+            else:
+                for slot in of_kind:
+                    self.write(slot.state["step"], slot.step.to(dtype))
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None
@@ -326,13 +392,9 @@ class WholeOptimizer(torch.optim.Optimizer):
             if position in self._frozen or (alone and param.grad is None):
                 continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad
-            if grad_scale is not None:
-                grad = grad / grad_scale.to(grad.device)
-            grad = grad.to(param.dtype).contiguous()
-            slot = Slot(position, param, grad, self.state[param], group, torch.zeros(()))
+            slot = Slot(position, param, grad, grad_scale, self.state[param], group)
             if "step" not in slot.state:
                 slot.state.update(self.initial(slot), step=torch.zeros((), device=param.device))
-            slot.step = slot.state["step"].double() + 1
             slots.append(slot)
         return slots
 
@@ -351,6 +413,42 @@ def moments(slot: Slot) -> dict[str, Any]:
     return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
+def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
+    """Make one step of AdamW with torch's fused kernels, which launch few kernels and need no temporary tensors.
+
+    Parameters, moments and step counts change in place, unless ``found_inf`` is 1. Gradients with a ``grad_scale`` are
+    divided by it in place, as in torch's own fused optimizers. Results equal those of `adamw_update` except for rounding.
+
+    Args:
+        slots: Slots for which `Slot.is_batched` is True.
+        found_inf: 0-dim float32; None: 0.
+
+    Collectives: none.
+    Host synchronization: none.
+    """
+    for of_group in batching.grouped(slots, lambda slot: id(slot.group)).values():
+        group = of_group[0].group
+        beta1, beta2 = group["betas"]
+        adamw(
+            [slot.param for slot in of_group],
+            [slot.scaled_grad.to(slot.param.dtype).contiguous() for slot in of_group],
+            [slot.state["exp_avg"] for slot in of_group],
+            [slot.state["exp_avg_sq"] for slot in of_group],
+            [],
+            [slot.state["step"] for slot in of_group],
+            fused=True,
+            grad_scale=of_group[0].grad_scale,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
 def adamw_update(slot: Slot) -> Update:
     """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged.
 
@@ -364,35 +462,6 @@ def adamw_update(slot: Slot) -> Update:
     m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
     param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
     return Update(slot, param, {"exp_avg": m, "exp_avg_sq": v})
-
-
-# Lazily computed tensors ----------------------------------------------------------------------------------------------
-
-
-class LazyTensors(Mapping[int, Tensor]):
-    """A mapping that computes its tensors on access, so that few of them are in memory at the same time.
-
-    A key is the index of a stepped tensor over all param groups.
-
-    Args:
-        slots: The stepped tensors.
-        make: Computes the value for a stepped tensor. It is called on every access, and its result is not stored.
-    """
-
-    def __init__(self, slots: Sequence[Slot], make: Callable[[Slot], Tensor]) -> None:
-        self._slots, self._make = {slot.position: slot for slot in slots}, make
-
-    def __getitem__(self, position: int) -> Tensor:
-        return self._make(self._slots[position])
-
-    def __contains__(self, position: object) -> bool:
-        return position in self._slots
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
 
 # Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------

@@ -38,6 +38,7 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
             ["step of 20 parameters: meshstep bf16", "plan of 20 parameters", "ParallelOptimizer of 20", "peers of"],
         )
     ],
+    "launches": [("--only Muon --width 16 --layers 1 --most 1", ["Muon"])],
     "memory": [("--ranks 2 --width 8 --depth 2", ["fp32  replicated", "bf16  ZeRO-1", "bf16  ZeRO-2"])],
     "muon": [("--width 16 --layers 1 --rounds 1", ["homes", "duplicated"])],
     "mutants": [("--mutants 1 --right 1 --start 7000", ["right models: 1 proved,", "all"])],

@@ -23,6 +23,7 @@ from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import bytes_of
 
 CUDA = torch.device("cuda", 0)
 # Operators that need the elements on the host, or an amount of memory that depends on them.
@@ -30,7 +31,10 @@ _READS: tuple[str, ...] = tuple(
     f"aten.{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 )
 _NO_LAUNCH: tuple[str, ...] = (
-    *(f"aten.{name}." for name in f"{VIEWS} _unsafe_view empty new_empty empty_like empty_strided lift_fresh".split()),
+    *(
+        f"aten.{name}."
+        for name in f"{VIEWS} diagonal _unsafe_view empty new_empty empty_like empty_strided lift_fresh".split()
+    ),
     "prim.",
     "c10d.",
 )
@@ -46,6 +50,7 @@ class Log:
         waits: Operators that block the host, with the place in meshstep that calls them.
         transfers: Copies between host and GPU, blocking or not.
         collectives: Collectives, with the device of the tensor that is sent.
+        traffic: The bytes that the operators read and write on the GPU, if the log counts them; see `traffic`.
     """
 
     launches: list[str] = field(default_factory=list)
@@ -53,6 +58,7 @@ class Log:
     waits: list[str] = field(default_factory=list)
     transfers: list[str] = field(default_factory=list)
     collectives: list[tuple[str, str]] = field(default_factory=list)
+    traffic: int = 0
 
 
 @cache
@@ -64,9 +70,9 @@ def _kind(func: Any) -> tuple[str, bool, bool, bool]:
 
 
 class _Logging(TorchDispatchMode):
-    def __init__(self, log: Log, pinned: set[int]) -> None:
+    def __init__(self, log: Log, pinned: set[int], traffic: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.log, self.pinned = log, pinned
+        self.log, self.pinned, self.traffic = log, pinned, traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # the most frequent call: any query of a fake tensor's device
@@ -77,8 +83,8 @@ class _Logging(TorchDispatchMode):
             self.log.waits.append(f"{name} {innermost_calls()}")
         if name.startswith("c10d."):
             self.log.collectives += [(name, device) for device in before]
-        # torch has no fake kernel for an update with a tensor learning rate. It only changes elements: nothing to do.
-        update = name.startswith("aten._fused_") and name.endswith(".tensor_lr")
+        # torch has no fake kernel for fused SGD, and for updates with a tensor learning rate. They only change elements.
+        update = name.startswith("aten._fused_") and ("sgd" in name or name.endswith(".tensor_lr"))
         result = None if update else func(*args, **(kwargs or {}))
         after = {device_of(tensor).type for tensor in tensors_of(result)}
         if copies and len(before | after) == 2:
@@ -88,6 +94,8 @@ class _Logging(TorchDispatchMode):
         if launches and "cuda" in before | after:
             self.log.launches.append(name)
             self.log.kernels += kernels_of(name, args)
+            if self.traffic:
+                self.log.traffic += bytes_of(func, args, kwargs or {}, result)
         return result
 
     def _without_waiting(self, args: Any, kwargs: Any) -> bool:
@@ -134,8 +142,10 @@ def _torchs_functions() -> dict[Any, Any]:
 
 
 @contextmanager
-def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], Any]]:
+def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., Any]]:
     """Make all tensors that are created within the block fake. Yield a context manager that logs operations.
+
+    The context manager's argument ``traffic`` says whether the log counts bytes. Default: False.
 
     Args:
         collectives_on: `ProcessGroupRegistry.device`.
@@ -162,10 +172,10 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
     kept: list[Tensor] = []
 
     @contextmanager
-    def logging() -> Iterator[Log]:
+    def logging(traffic: bool = False) -> Iterator[Log]:
         log = Log()
         waits.clear()
-        with _Logging(log, pinned):
+        with _Logging(log, pinned, traffic):
             yield log
         log.waits += waits
 

@@ -1,0 +1,132 @@
+"""Print the kernel launches and the memory traffic of optimizer steps on a GPU, counted on fake CUDA tensors.
+
+    python tests/benchmarks/launches.py
+
+Each row is a step of a transformer with 100 float32 parameters, or of the same parameters in bfloat16, in a single
+process with clipping. Nothing runs on a GPU: the counts follow from the operators that the step issues. The traffic is
+the sum over all operators of the bytes that they read and write, per element of the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+import torch
+from fake_cuda import Log, fake_cuda
+from meshstep.amp import Bf16
+from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, HalfStates, Muon, ParallelOptimizer, Shampoo, StableAdamW
+from meshstep.optim.whole import optimizer as of_whole
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import nn
+
+Make = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to count.
+
+    Args:
+        make: The optimizer of named parameters.
+        dtype: Dtype of the parameters.
+        options: Options of `ParallelOptimizer`.
+    """
+
+    make: Make
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def fused(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
+CASES: dict[str, Case] = {
+    "AdamW(fused=True)": Case(fused),
+    "Muon": Case(lambda params: Muon(params, lr=0.02)),
+    "LAMB": Case(LAMB),
+    "LARS": Case(lambda params: LARS(params, momentum=0.9, weight_decay=0.1)),
+    "StableAdamW": Case(StableAdamW),
+    "Adafactor": Case(Adafactor),
+    "CAME": Case(lambda params: CAME(params, lr=1e-3)),
+    "SOAP": Case(SOAP),
+    "Shampoo": Case(lambda params: Shampoo(params, precondition_frequency=10)),
+    "AdamW, stochastic rounding": Case(fused, torch.bfloat16, {"precision": Bf16(stochastic_rounding=True)}),
+    "AdamW, HalfStates": Case(fused, options={"states": HalfStates()}),
+}
+
+
+def shapes_of(width: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a transformer's parameters by name: 12 per layer, and 4 more."""
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (16 * width, width), "wpe.weight": (8 * width, width)}
+    for layer in range(layers):
+        for name, shape in (
+            ("norm1", (width,)),
+            ("qkv", (3 * width, width)),
+            ("proj", (width, width)),
+            ("norm2", (width,)),
+            ("up", (4 * width, width)),
+            ("down", (width, 4 * width)),
+        ):
+            shapes |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[:1]}
+    return shapes | {"norm.weight": (width,), "norm.bias": (width,)}
+
+
+def count(case: Case, width: int = 128, layers: int = 8, steps: int = 4) -> tuple[Log, int]:
+    """Return the log of the last of ``steps`` steps, and the number of elements of the parameters."""
+    log = Log()
+    # Fake tensors have no elements, so SOAP and Shampoo read 5 steps, in which they compute no new basis.
+    with (
+        fake_cuda(collectives_on=torch.device("cpu")) as logging,
+        mock.patch.object(of_whole, "_number_in", return_value=5),
+    ):
+        params = {
+            name: nn.Parameter(torch.ones(shape, device="cuda", dtype=case.dtype))
+            for name, shape in shapes_of(width, layers).items()
+        }
+        optimizer = ParallelOptimizer(
+            case.make(list(params.items())),
+            ProcessGroupRegistry(Topology()),
+            max_norm=1.0,
+            check_replicas=False,
+            **case.options,
+        )
+        for _ in range(steps):
+            with optimizer.window():
+                for param in params.values():
+                    param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
+            with logging(traffic=True) as log:
+                optimizer.step()
+            optimizer.zero_grad()
+    return log, sum(param.numel() for param in params.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this in their names")
+    parser.add_argument("--most", type=int, default=0, metavar="N", help="also print the N most frequent operators")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    print("| step | operators | kernels | bytes per element |\n|---|---|---|---|")
+    for name, case in CASES.items():
+        if options.only in name:
+            log, numel = count(case, options.width, options.layers)
+            print(f"| {name} | {len(log.launches)} | {log.kernels} | {log.traffic / numel:.0f} |")
+            for operator, times in Counter(log.launches).most_common(options.most):
+                print(f"    {times:6} {operator}")
+
+
+if __name__ == "__main__":
+    main()

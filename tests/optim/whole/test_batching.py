@@ -1,0 +1,188 @@
+"""Full-tensor optimizers that step many tensors with one call, as on a GPU, here on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from meshstep.optim import Muon, ParallelOptimizer
+from meshstep.optim.whole import batching
+from meshstep.optim.whole.muon import newton_schulz
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from planted import Part
+from torch import Tensor, nn
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, trained
+from world import World
+
+
+@contextmanager
+def batched(together: bool = True) -> Iterator[None]:
+    """Step tensors together, or one after the other, on any device."""
+    with mock.patch.object(batching, "batches_on", return_value=together):
+        yield
+
+
+SHAPES = {"up": (6, 4), "down": (4, 6), "other": (6, 4), "stack": (3, 4, 4), "embed": (7, 4), "bias": (5,)}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Muon": lambda params: Muon(params, lr=0.1, ns_dtype=None, adamw={"lr": 0.05}),
+    "Muon, not nesterov, eps, match_rms_adamw": lambda params: Muon(
+        params, lr=0.1, ns_dtype=None, nesterov=False, eps=1e-7, adjust_lr_fn="match_rms_adamw"
+    ),
+    "Muon, blocks of two scales": lambda params: Muon(params, lr=0.1, ns_dtype=None, blocks={"other": [2, 4]}),
+    "Muon, a tensor as learning rate": lambda params: Muon(
+        params, lr=torch.tensor(0.1, dtype=torch.float64), ns_dtype=None
+    ),
+}
+
+
+def model_of(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def stepped(
+    make: Callable[[Any], torch.optim.Optimizer],
+    together: bool,
+    dtype: torch.dtype = torch.float64,
+    scale: float | None = None,
+    without: str = "",
+    skipped: tuple[int, ...] = (),
+    stop: int = 4,
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Return parameters and optimizer after some steps, with all tensors stepped together or one after the other.
+
+    Args:
+        make: The optimizer of named parameters.
+        together: Whether tensors are stepped together.
+        dtype: Dtype of the parameters.
+        scale: The gradients are multiplied by it, and the optimizer must divide them. None: 1.
+        without: Name of a parameter without gradients.
+        skipped: Indices of steps with non-finite gradients and ``found_inf``.
+        stop: Number of steps.
+    """
+    params = model_of(dtype)
+    inner: Any = make(params.items())
+    with batched(together):
+        for step in range(stop):
+            generator = torch.Generator().manual_seed(step)
+            inner.found_inf = torch.tensor(float(step in skipped))
+            inner.grad_scale = None if scale is None else torch.tensor(scale)
+            for name, param in params.items():
+                gradient = torch.randn(param.shape, generator=generator).to(dtype) * (scale or 1.0)
+                param.grad = None if name == without else gradient * (torch.nan if step in skipped else 1.0)
+            inner.step()
+    return params, inner
+
+
+def far(some: dict[str, nn.Parameter], others: dict[str, nn.Parameter]) -> float:
+    """Return the largest difference of parameters."""
+    return max(float((some[name].detach() - others[name].detach()).abs().max()) for name in some)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_of_tensors_together_matches_step_one_by_one(name: str) -> None:
+    for without in ("", "other", "embed"):
+        (one, single), (many, together) = (stepped(OPTIMIZERS[name], kind, without=without) for kind in (False, True))
+        assert far(one, many) <= 1e-12
+        for param, same in zip(one.values(), many.values(), strict=True):
+            assert single.state[param].keys() == together.state[same].keys()
+            for key, value in single.state[param].items():
+                torch.testing.assert_close(together.state[same][key], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_of_tensors_together_divides_gradients_by_their_scale(name: str) -> None:
+    one, _ = stepped(OPTIMIZERS[name], False, torch.float32)
+    many, _ = stepped(OPTIMIZERS[name], True, torch.float32, scale=1024.0)
+    assert far(one, many) <= 1e-4
+    unscaled, _ = stepped(OPTIMIZERS[name], False, torch.float32, scale=3.0)
+    assert far(unscaled, many) <= 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_skipped_step_of_tensors_together_changes_nothing(name: str, scale: float | None) -> None:
+    before, single = stepped(OPTIMIZERS[name], True, torch.float32, scale, stop=3)
+    after, together = stepped(OPTIMIZERS[name], True, torch.float32, scale, skipped=(3,), stop=4)
+    for param, same in zip(before.values(), after.values(), strict=True):
+        assert torch.equal(param, same)
+        for key, value in single.state[param].items():
+            assert torch.equal(together.state[same][key], value), key
+    first, fresh = stepped(OPTIMIZERS[name], True, torch.float32, scale, skipped=(0,), stop=1)
+    assert far(first, model_of(torch.float32)) == 0
+    assert all(not value.any() for state in fresh.state.values() for value in state.values())
+
+
+def test_matrices_of_equal_shape_and_different_options_are_orthogonalised_separately() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        named = dict(params)
+        groups = [
+            {"params": [(name, named[name])], "ns_steps": steps, "algorithm": "muon"}
+            for name, steps in (("up", 5), ("other", 2), ("down", 5))
+        ]
+        rest = [(name, named[name]) for name in ("stack", "embed", "bias")]
+        return Muon([*groups, {"params": rest}], lr=0.1, ns_dtype=None)
+
+    assert far(stepped(make, False)[0], stepped(make, True)[0]) <= 1e-12
+
+
+def test_parameter_with_other_strides_is_stepped_by_the_formula() -> None:
+    def run(together: bool) -> Tensor:
+        weight = nn.Parameter(torch.arange(24, dtype=torch.float64).view(4, 6).t())
+        inner = Muon([("weight", weight)], lr=0.1, ns_dtype=None)
+        with batched(together):
+            for step in range(3):
+                weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).double()
+                inner.step()
+        return weight.detach()
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (8, 5), (128, 256), (256, 128)])
+def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) -> None:
+    stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    stack[1] = 0
+    for eps in (0.0, 1e-7):
+        expected = torch.stack([newton_schulz(matrix, eps=eps) for matrix in stack])
+        torch.testing.assert_close(newton_schulz(stack, eps=eps), expected, rtol=1e-10, atol=1e-12)
+
+
+def trained_together(name: str, state: str) -> list[Part]:
+    with batched():
+        return trained(WHOLE_LAYOUTS[name], muon, STATES[state])
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("data x tensor", "ZeRO-2"), ("fused blocks", "whole"), ("experts", "ZeRO-1"), ("uneven", "offload")],
+)
+def test_muon_of_tensors_together_matches_dense_update_on_ranks(world: World, name: str, state: str) -> None:
+    layout = WHOLE_LAYOUTS[name]
+    by_rank = world.run(layout.topology.world_size, trained_together, name, state)
+    assert largest_error(by_rank, alone(layout, muon)) <= 1e-12
+    assert copies_differ(by_rank) == []
+
+
+def test_parallel_optimizer_steps_tensors_together_with_clipping() -> None:
+    def run(together: bool) -> list[Tensor]:
+        with batched(together):
+            model = nn.ParameterDict(model_of(torch.float32))
+            declare(model, {"*": P()})
+            optimizer = ParallelOptimizer(
+                OPTIMIZERS["Muon"](model.named_parameters()), ProcessGroupRegistry(Topology()), max_norm=0.1
+            )
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                optimizer.zero_grad()
+                terms = [(param * torch.randn(param.shape, generator=generator)).sum() for param in model.values()]
+                optimizer.backward(torch.stack(terms).sum())
+                optimizer.step()
+            return [param.detach() for param in model.values()]
+
+    for one, many in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-5)

@@ -730,7 +730,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._table = self._states.table(plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         if full:
-            full[0].bind_all(full, self._table, self.registry)
+            full[0].bind_all(full, self._table, self.registry, self._setup.sum_order == "fixed")
         lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(plan.parameter_names)

@@ -272,8 +272,9 @@ class Muon(WholeOptimizer):
         a round are orthogonalised together, which needs about four times their memory.
 
     On a GPU, few kernels step many tensors. AdamW is torch's fused AdamW. Gradients that are clipped or scaled are
-    changed in place, as by torch's fused optimizers. Products of stacked matrices may round differently from products
-    of single matrices, so results depend on the number of ranks by rounding.
+    changed in place, as by torch's fused optimizers. The products of a stack of matrices may round differently from the
+    products of each matrix. So results depend on the number of ranks by rounding, except with ``sum_order="fixed"``,
+    which computes one matrix after the other.
     """
 
     kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
@@ -464,7 +465,8 @@ class Muon(WholeOptimizer):
         directions = LazyTensors(list(matrices.values()), _direction, _directions)
         devices = [slot.param.device for slot in matrices.values()]
         device = devices[0] if devices else None
-        if device is not None and batching.batches_on(device) and {*devices} == {device}:
+        stacks = device is not None and batching.batches_on(device) and not self.fixed_order
+        if stacks and {*devices} == {device}:
             found = self._homes.map_stacks([directions], orthogonal_stack, device)
         else:
             found = self._homes.map_stacks([directions], each(orthogonal), device)

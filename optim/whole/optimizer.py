@@ -109,6 +109,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
+        fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed with it,
+            because other numbers of ranks compute others together.
         not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name. None
             (default): a CUDA graph can capture it.
     """
@@ -118,6 +120,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     whole_states: ClassVar[frozenset[str]] = frozenset()
     kept: ClassVar[tuple[str, ...]] = ()
     not_captured: ClassVar[str | None] = None
+    fixed_order: bool = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
@@ -181,13 +184,16 @@ class WholeOptimizer(torch.optim.Optimizer):
         return self._tensors
 
     @staticmethod
-    def bind_all(parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry) -> None:
+    def bind_all(
+        parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry, fixed_order: bool = False
+    ) -> None:
         """Bind full-tensor optimizers to the shards that they step. Every rank must call it.
 
         Args:
             parts: The optimizers, in the same order on all ranks.
             table: The stepped tensors of all optimizers.
             registry: The process groups.
+            fixed_order: The value of `fixed_order`. Default: False.
 
         Raises:
             ValueError: On every rank, in the cases of `bind`.
@@ -203,6 +209,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             name = plan.parameter_names[plan.parameter_slots[row.index]] if times[local] == 1 else local
             bound[id(row.tensor)] = name, row
         for part in parts:
+            part.fixed_order = fixed_order
             part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
     def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:

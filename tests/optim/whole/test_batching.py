@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshstep.optim import Muon, ParallelOptimizer
 from meshstep.optim.whole import batching
+from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import Part
@@ -186,3 +187,25 @@ def test_parallel_optimizer_steps_tensors_together_with_clipping() -> None:
 
     for one, many in zip(run(False), run(True), strict=True):
         torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("sum_order", "dims"), [("any", 3), ("fixed", 2)])
+def test_fixed_sum_order_orthogonalises_one_matrix_after_the_other(sum_order: Any, dims: int) -> None:
+    found = set[int]()
+
+    def recorded(matrix: Tensor, *options: Any) -> Tensor:
+        found.add(matrix.dim())
+        return newton_schulz(matrix, *options)
+
+    with batched(), mock.patch.object(of_muon, "newton_schulz", recorded):
+        model = nn.ParameterDict(model_of(torch.float32))
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(
+            OPTIMIZERS["Muon"](model.named_parameters()),
+            ProcessGroupRegistry(Topology()),
+            sum_order=sum_order,
+            accumulation_steps=1,
+        )
+        optimizer.backward(torch.stack([param.square().sum() for param in model.values()]).sum())
+        optimizer.step()
+    assert found == {dims}

@@ -11,9 +11,9 @@ Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
+from math import inf, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,8 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
     """Write ``source`` into ``target``, each value rounded at random to the bfloat16 above or below it.
 
     The probabilities are such that the mean of the result is the value. Values that bfloat16 represents exactly, and
-    infinities, are copied unchanged. A NaN is cut to its upper 16 bits, so a quiet NaN, which arithmetic returns, stays
-    NaN. A value above the largest finite bfloat16 may be rounded to infinity.
+    infinities, are copied unchanged. A quiet NaN, which arithmetic returns, stays NaN: on a CPU it is cut to its upper 16
+    bits, on a GPU it becomes torch's default NaN. A value above the largest finite bfloat16 may be rounded to infinity.
 
         stochastic_round_(weight, weight_float32, torch.Generator("cuda").manual_seed(0))
 
@@ -75,42 +75,79 @@ def seed_of(seed: int, steps: int, key: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Drawn(NamedTuple):
-    """Tensors that are rounded stochastically, with noise from one random generator.
+class Noise(NamedTuple):
+    """The identity of the rounding noise of one parameter in one step. Equal values mean equal noise on every rank.
 
     Attributes:
-        generator: Function that returns the seeded generator. It is called right before the noise is drawn.
+        seed: The seed of the training run.
+        steps: The number of steps before this step.
+        name: A string that identifies the parameter and this rank's shard of it.
+    """
+
+    seed: int
+    steps: int
+    name: str
+
+    @property
+    def generator_seed(self) -> int:
+        """Return the seed of the random generator that draws the noise of this step."""
+        return seed_of(*self)
+
+    @property
+    def key(self) -> int:
+        """Return a 64-bit number that identifies the parameter in all steps, for generators that count steps themselves."""
+        return int.from_bytes(blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest(), "big")
+
+
+class Drawn(NamedTuple):
+    """Tensors that are rounded stochastically, with noise of one parameter.
+
+    Attributes:
+        noise: The identity of the noise.
         pairs: (bfloat16 target, floating-point source) pairs, all on one device. The noise is drawn in this order.
     """
 
-    generator: Callable[[], torch.Generator]
+    noise: Noise
     pairs: Sequence[tuple[Tensor, Tensor]]
 
 
+RoundingKernel = Callable[[Sequence[Drawn]], Sequence[Drawn]]
+"""A function that rounds the tensors that it supports, and returns the others."""
+
+
 @torch.no_grad()
-def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
+def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: RoundingKernel | None = None) -> None:
     """Round the source of each pair into its target, with few kernels for many tensors.
 
-    The results are bitwise those of calling `stochastic_round_` for one pair after the other. `Drawn` objects on the same
-    device with equal numbers of pairs are rounded together. An object whose pairs have different shapes is rounded pair
-    by pair.
+    The results are bitwise those of calling `stochastic_round_` for one pair after the other, with one generator per
+    `Drawn` object, except for tensors that ``kernel`` rounds. `Drawn` objects on the same device with equal numbers of
+    pairs are rounded together. An object whose pairs have different shapes is rounded pair by pair.
 
     Args:
-        everything: The pairs, grouped by generator.
+        everything: The pairs, grouped by the identity of their noise.
         numel_at_once: Maximum number of elements that are rounded together; at most `CACHED` on a CPU. A larger tensor is
             rounded alone.
+        kernel: Rounds tensors with noise of its own. Default None: torch's operators round all tensors.
     """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def seeded(drawn: Drawn) -> torch.Generator:
+        device = drawn.pairs[0][0].device
+        if device not in generators:
+            generators[device] = torch.Generator(device)
+        return generators[device].manual_seed(drawn.noise.generator_seed)
+
     groups: dict[tuple[torch.device, int], list[Drawn]] = {}
-    for drawn in everything:
+    for drawn in everything if kernel is None else kernel(list(everything)):
         if len({source.shape for _, source in drawn.pairs}) == 1:
             groups.setdefault((drawn.pairs[0][0].device, len(drawn.pairs)), []).append(drawn)
             continue
-        generator = drawn.generator()
+        generator = seeded(drawn)
         for target, source in drawn.pairs:
             stochastic_round_(target, source.float(), generator)
     for (device, rounds), group in groups.items():
         for run in _split_runs(group, min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once):
-            noise = _draw_noise([drawn.pairs[0][1] for drawn in run], rounds, (drawn.generator() for drawn in run))
+            noise = _draw_noise([drawn.pairs[0][1] for drawn in run], rounds, map(seeded, run))
             for index, round_noise in enumerate(noise):
                 targets, sources = zip(*(drawn.pairs[index] for drawn in run), strict=True)
                 _round_each_(targets, [source.float() for source in sources], round_noise)
@@ -171,16 +208,32 @@ def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Te
     else:
         flat = torch.empty(noise.numel(), dtype=torch.float32, device=noise.device)
         copy_each_([flat[start : start + numel].view(shape) for start, numel, shape in spans], sources)
-    # A bfloat16 is the upper half of the bits of a float32. The lower half, divided by 2^16, is a fraction of a unit in
-    # the last place. Adding a uniform number below 2^16 to the bits carries into the upper half with a probability equal to
-    # this fraction, for either sign. A carry would overflow the bits of a NaN, so NaNs get no noise. The mask is int32,
-    # because bool masks are slow on a CPU.
-    is_number = torch.eq(flat, flat, out=torch.empty(flat.shape, dtype=torch.int32, device=flat.device))
-    bits = noise.to(torch.int32).add_(2**15).mul_(is_number).add_(flat.view(torch.int32)).bitwise_right_shift_(16)
+    bits = (_add_noise_by_mask if flat.is_cpu else _add_noise_to_default_nans)(flat, noise)
     copy_each_(
         [target.view(torch.int16) for target in targets],
         [bits[start : start + numel].view(shape) for start, numel, shape in spans],
     )
+
+
+# A bfloat16 is the upper half of the bits of a float32. The lower half, divided by 2^16, is a fraction of a unit in the
+# last place. Adding a uniform number below 2^16 to the bits carries into the upper half with a probability equal to this
+# fraction, for either sign. A carry would overflow the bits of some NaNs.
+
+
+def _add_noise_by_mask(flat: Tensor, noise: Tensor) -> Tensor:
+    """Return the bits of the rounded values, int32. NaNs get no noise, so they are cut to their upper 16 bits."""
+    # The mask is int32, because bool masks are slow on a CPU.
+    is_number = torch.eq(flat, flat, out=torch.empty(flat.shape, dtype=torch.int32, device=flat.device))
+    return noise.to(torch.int32).add_(2**15).mul_(is_number).add_(flat.view(torch.int32)).bitwise_right_shift_(16)
+
+
+def _add_noise_to_default_nans(flat: Tensor, noise: Tensor) -> Tensor:
+    """Return the same as `_add_noise_by_mask` in fewer passes over memory, except for the bits of NaNs.
+
+    Every NaN becomes torch's default NaN first, which noise does not overflow.
+    """
+    bits = torch.nan_to_num(flat, nan=nan, posinf=inf, neginf=-inf).view(torch.int32)
+    return bits.add_(noise).add_(2**15).bitwise_right_shift_(16)
 
 
 # Stochastic rounding --------------------------------------------------------------------------------------------------
@@ -215,7 +268,7 @@ class StochasticRounding:
     Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. The shards of a
     parameter draw different noise if a registry is given, else identical noise. The noise of a shard depends on the
     topology, so the same training rounds differently on another topology. GPUs of different models may also draw
-    different noise.
+    different noise, and Triton kernels draw other noise than torch's.
 
     The optimizer steps once per bucket, on param groups that contain only the bucket. This is correct for optimizers
     whose states belong to single parameters or are counters in a param group: all of torch's optimizers except L-BFGS.
@@ -235,6 +288,7 @@ class StochasticRounding:
         steps: Number of completed calls of `step`, including skipped steps.
         copies: While `step` calls its argument ``update``, a dict from each bfloat16 parameter of the bucket to its
             float32 copy; otherwise empty.
+        kernel: Rounds tensors with noise of its own, equal on replicas. None: torch's operators round all tensors.
     Raises:
         ValueError: ``bucket_numel`` is smaller than 1. Or, with a registry of more than one rank, a bfloat16 parameter
             has no spec, or has no name and is not tied.
@@ -255,7 +309,7 @@ class StochasticRounding:
         self.seed, self.bucket_numel = seed, bucket_numel
         self.steps = 0
         self.copies: Mapping[Tensor, Tensor] = {}
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.kernel: RoundingKernel | None = None
         self._keys = self._make_keys()
         load_shared_numbers_exactly(optimizer)
 
@@ -384,8 +438,9 @@ class StochasticRounding:
         return copies
 
     def _round_back(self, copies: Mapping[Tensor, Tensor]) -> None:
-        drawn = [Drawn(partial(self._seeded_generator, p), self._move_states(p, copy)) for p, copy in copies.items()]
-        round_all_(drawn, self.bucket_numel // 4)
+        noise = {param: Noise(self.seed, self.steps, self._keys[param]) for param in copies}
+        drawn = [Drawn(noise[param], self._move_states(param, copy)) for param, copy in copies.items()]
+        round_all_(drawn, self.bucket_numel // 4, self.kernel)
 
     def _move_states(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the (bfloat16 target, float32 source) pairs to round after a step of ``copy``.
@@ -404,11 +459,6 @@ class StochasticRounding:
                 value = kept
             self.optimizer.state[param][key] = value
         return pairs
-
-    def _seeded_generator(self, param: Tensor) -> torch.Generator:
-        if param.device not in self._generators:
-            self._generators[param.device] = torch.Generator(param.device)
-        return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
         """Do nothing. The method exists so that this class can be used like `MasterWeights`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -14,10 +13,11 @@ from torch import Tensor
 from ...amp.by_bucket import Bucket, step_by_bucket
 from ...amp.casting import float32_of
 from ...amp.master_weights import is_half_kept
-from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, round_all_, seed_of
+from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, Noise, round_all_
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
+from ..kernels.rounding import round_by_kernels
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
 from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
@@ -141,11 +141,8 @@ class HalfStatesTransform(ParamTransform):
             state.update({key: torch.empty_like(value, dtype=self.how.dtype) for key, value in values.items()})
             if values:
                 pairs = [(state[key], value) for key, value in values.items()]
-                everything.append(Drawn(partial(self._generator, param), pairs))
-        round_all_(everything, BUCKET_NUMEL // 4)
-
-    def _generator(self, param: Tensor) -> torch.Generator:
-        return torch.Generator(param.device).manual_seed(seed_of(self.how.seed, self.steps, self._keys[param]))
+                everything.append(Drawn(Noise(self.how.seed, self.steps, self._keys[param]), pairs))
+        round_all_(everything, BUCKET_NUMEL // 4, round_by_kernels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"half_states": {"steps": number of steps, including skipped steps}}``."""

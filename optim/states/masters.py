@@ -23,6 +23,7 @@ from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.layout.annotation import label_of
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
+from ..kernels.rounding import round_by_kernels
 from ..norm.param_table import ParamPosition
 from ..norm.replicas import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
@@ -441,6 +442,7 @@ class StochasticallyRounded(ParamTransform):
         """
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)
+            self._rounding.kernel = round_by_kernels
         else:
             self._rounding.refresh()
         return {}

@@ -1,0 +1,84 @@
+"""A Triton kernel that rounds many float32 tensors to bfloat16 stochastically in one launch, with Philox noise.
+
+The noise of an element is a function of a key, the step, the number of the tensor among the tensors with this key, and
+the element's index. So replicas draw equal noise, whatever else they round, and no noise is stored in memory. The numbers
+differ from those of `torch.Generator`, which other kernels use.
+
+    counter = (lane, number of the tensor, step, step >> 32)       Philox 4x32 with 10 rounds, 64-bit key
+    noise   = 16 bits of its four words: 8 elements per counter
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+"""
+
+# Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
+
+import triton
+import triton.language as tl
+
+LANES = 1024  # elements of a row; a counter serves the elements of one column of 8 rows
+ROWS = 8
+CHUNK = 2 * ROWS * LANES  # elements per program
+
+
+@triton.jit(do_not_specialize=["step"])
+def round_chunks(
+    targets: tl.tensor,
+    sources: tl.tensor,
+    numels: tl.tensor,
+    chunks: tl.tensor,
+    keys: tl.tensor,
+    numbers: tl.tensor,
+    step: tl.tensor,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Round one chunk of a float32 tensor to bfloat16.
+
+    Args:
+        targets, sources: Addresses of the bfloat16 and float32 tensors, [n].
+        numels: Numbers of elements of the tensors, [n].
+        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2].
+        keys: Keys of the noise, [n].
+        numbers: The number of each tensor among the tensors with its key, [n].
+        step: The number of steps.
+        ALIGNED: True: all addresses are multiples of 16.
+        LANES: Elements per row.
+        ROWS: Rows that share counters; 8.
+        CHUNK: Elements per program, a multiple of LANES x ROWS.
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + 2 * chunk)
+    start = tl.load(chunks + 2 * chunk + 1) * CHUNK
+    count = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
+    source = tl.load(sources + tensor).to(tl.pointer_type(tl.uint32))
+    target = tl.load(targets + tensor).to(tl.pointer_type(tl.uint16))
+    if ALIGNED:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    key, number = tl.load(keys + tensor), tl.load(numbers + tensor).to(tl.uint32)
+    wide = step.to(tl.uint64)
+    low, high = (wide & 0xFFFFFFFF).to(tl.uint32), (wide >> 32).to(tl.uint32)
+    lanes = tl.arange(0, LANES)
+    zeros = tl.zeros((LANES,), tl.uint32)
+    begin = 0
+    while begin < count:
+        counter = ((start + begin) // ROWS + lanes).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(key, counter, zeros + number, zeros + low, zeros + high, 10)
+        for row in tl.static_range(ROWS):
+            if row < 2:
+                word = w0
+            elif row < 4:
+                word = w1
+            elif row < 6:
+                word = w2
+            else:
+                word = w3
+            noise = (word >> 16) if row % 2 else (word & 0xFFFF)
+            at = begin + row * LANES + lanes
+            here = at < count
+            bits = tl.load(source + start + at, mask=here, other=0)
+            is_number = (bits & 0x7FFFFFFF) <= 0x7F800000  # a carry would overflow the bits of a NaN
+            rounded = tl.where(is_number, bits + noise, bits) >> 16
+            tl.store(target + start + at, rounded.to(tl.uint16), mask=here)
+        begin += ROWS * LANES

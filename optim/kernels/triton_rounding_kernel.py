@@ -15,9 +15,61 @@ Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 import triton
 import triton.language as tl
 
-LANES = 1024  # elements of a row; a counter serves the elements of one column of 8 rows
+LANES = 512  # elements of a row; a counter serves the elements of one column of 8 rows
 ROWS = 8
-CHUNK = 2 * ROWS * LANES  # elements per program
+CHUNK = 4 * ROWS * LANES  # elements per program
+
+
+@triton.jit
+def round_block(
+    source: tl.tensor,
+    target: tl.tensor,
+    left: tl.tensor,
+    key: tl.tensor,
+    counter: tl.tensor,
+    number: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    WHOLE: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Round a block of ROWS x LANES elements, which share LANES counters.
+
+    Args:
+        source, target: Pointers to the first element of the block.
+        left: Number of elements from there to the end of the tensor.
+        key: Key of the noise.
+        counter: First word of the counters, [LANES].
+        number, low, high: The other words.
+        WHOLE: True: the tensor has all elements of the block, so no access needs a mask.
+        LANES, ROWS: As in `round_chunks`.
+    """
+    lanes = tl.arange(0, LANES)
+    # These zeros give the noise the layout of the elements among threads. Otherwise Triton exchanges the noise between
+    # threads through shared memory.
+    first = tl.load(source + lanes) if WHOLE else tl.load(source + lanes, mask=lanes < left, other=0)
+    zeros = (first >> 31) >> 1
+    counter += zeros
+    w0, w1, w2, w3 = tl.philox(key, counter, zeros + number, zeros + low, zeros + high, 10)
+    for row in tl.static_range(ROWS):
+        if row < 2:
+            word = w0
+        elif row < 4:
+            word = w1
+        elif row < 6:
+            word = w2
+        else:
+            word = w3
+        noise = (word >> 16) if row % 2 else (word & 0xFFFF)
+        at = row * LANES + lanes
+        bits = tl.load(source + at) if WHOLE else tl.load(source + at, mask=at < left, other=0)
+        is_number = (bits & 0x7FFFFFFF) <= 0x7F800000  # a carry would overflow the bits of a NaN
+        rounded = (tl.where(is_number, bits + noise, bits) >> 16).to(tl.uint16)
+        if WHOLE:
+            tl.store(target + at, rounded)
+        else:
+            tl.store(target + at, rounded, mask=at < left)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -55,30 +107,21 @@ def round_chunks(
     source = tl.load(sources + tensor).to(tl.pointer_type(tl.uint32))
     target = tl.load(targets + tensor).to(tl.pointer_type(tl.uint16))
     if ALIGNED:
-        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        # 8 for the target: a thread then stores the four elements that it has loaded. With 16 it would store eight, which
+        # Triton exchanges between threads through shared memory.
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 8)
     key, number = tl.load(keys + tensor), tl.load(numbers + tensor).to(tl.uint32)
     wide = step.to(tl.uint64)
     low, high = (wide & 0xFFFFFFFF).to(tl.uint32), (wide >> 32).to(tl.uint32)
     lanes = tl.arange(0, LANES)
-    zeros = tl.zeros((LANES,), tl.uint32)
+    whole = count // (ROWS * LANES) * (ROWS * LANES)
     begin = 0
-    while begin < count:
-        counter = ((start + begin) // ROWS + lanes).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(key, counter, zeros + number, zeros + low, zeros + high, 10)
-        for row in tl.static_range(ROWS):
-            if row < 2:
-                word = w0
-            elif row < 4:
-                word = w1
-            elif row < 6:
-                word = w2
-            else:
-                word = w3
-            noise = (word >> 16) if row % 2 else (word & 0xFFFF)
-            at = begin + row * LANES + lanes
-            here = at < count
-            bits = tl.load(source + start + at, mask=here, other=0)
-            is_number = (bits & 0x7FFFFFFF) <= 0x7F800000  # a carry would overflow the bits of a NaN
-            rounded = tl.where(is_number, bits + noise, bits) >> 16
-            tl.store(target + start + at, rounded.to(tl.uint16), mask=here)
+    while begin < whole:
+        at = start + begin
+        counter = (at // ROWS + lanes).to(tl.uint32)
+        round_block(source + at, target + at, count - begin, key, counter, number, low, high, True, LANES, ROWS)
         begin += ROWS * LANES
+    if whole < count:
+        at = start + whole
+        counter = (at // ROWS + lanes).to(tl.uint32)
+        round_block(source + at, target + at, count - whole, key, counter, number, low, high, False, LANES, ROWS)

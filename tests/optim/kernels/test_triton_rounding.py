@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from interpreted import Interpreted, interpreted_pool, why_no_triton
+from meshstep.amp import Bf16
 from meshstep.amp.stochastic_rounding import (
     Drawn,
     Noise,
@@ -16,7 +21,9 @@ from meshstep.amp.stochastic_rounding import (
     round_all_,
     stochastic_round_,
 )
-from torch import Tensor
+from meshstep.optim import HalfStates, ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
 BF16, F32 = torch.bfloat16, torch.float32
@@ -84,7 +91,7 @@ def test_noise_of_tensor_is_uniform_and_depends_on_every_argument() -> None:
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-SHAPES = ((8192 * 2 + 8192 + 5,), (3,), (16384,), (2, 3, 5), (0, 4), ())
+SHAPES = ((16384 + 4096 + 600,), (3,), (4096,), (2, 3, 5), (0, 4), ())
 
 
 def rounded_by_kernel() -> list[str]:
@@ -156,6 +163,106 @@ def special_values() -> None:
 
 def test_triton_rounding_keeps_bfloat16_values_infinities_and_nans(pool: Interpreted) -> None:
     pool(special_values)
+
+
+def moved_by_one() -> None:
+    """Round tensors whose addresses are not multiples of 16."""
+    from meshstep.optim.kernels.rounding import round_by_kernels
+    from meshstep.optim.kernels.triton_rounding import noise_of, round_plainly
+
+    source, target = values((5001,), 1)[1:], torch.empty(5001, dtype=BF16)[1:]
+    drawn = Drawn(Noise(0, 0, "weight"), [(target, source)])
+    round_by_kernels([drawn])
+    assert torch.equal(bits(target), bits(round_plainly(source, noise_of(drawn.noise.key, 0, 0, 5000))))
+
+
+def test_triton_rounding_supports_tensors_at_odd_addresses(pool: Interpreted) -> None:
+    pool(moved_by_one)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_triton_rounding_compiles_to_vector_loads_without_barriers(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aligned addresses use vectors of four, also for the stores of two bytes per element. Nothing goes through shared
+    memory, and no instruction is approximate or atomic. The limit of registers allows six programs per SM."""
+    from meshstep.optim.kernels import triton_rounding_kernel as module
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel: Any = module.round_chunks
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: this process interprets the kernels, and compiles none")
+    names = list(kernel.arg_names)
+    for aligned in (True, False):
+        constants = {"ALIGNED": aligned, "LANES": module.LANES, "ROWS": module.ROWS, "CHUNK": module.CHUNK}
+        signature = {name: "constexpr" if name in constants else "i32" if name == "step" else "*i64" for name in names}
+        source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+        made = compile(source, target=GPUTarget("cuda", capability, 32))
+        ptx = str(made.asm["ptx"])
+        assert not re.search(r"\batom\.|\bred\.|\.approx|\bbar\.", ptx)
+        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == (module.ROWS if aligned else 0)
+        assert len(re.findall(r"st\.global\S*\.v2\.b32", ptx)) == (module.ROWS if aligned else 0)
+        assert made.metadata.shared == 0
+        if registers := registers_of(made.asm["cubin"], tmp_path):
+            assert registers <= 80
+
+
+def registers_of(cubin: bytes, folder: Path) -> int | None:
+    """Return the number of registers per thread; None if Triton came without cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    printed = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)", printed)
+    assert found
+    return int(found[1])
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def stepped_on_ranks(states_only: bool) -> dict[str, list[list[float]]]:
+    """Return the bfloat16 tensors of parameters that are replicated or sharded over two tensor ranks."""
+    topology = Topology(data=2, tensor=2)
+    with ProcessGroupRegistry(topology) as registry:
+        dtype = F32 if states_only else BF16
+        params = {name: nn.Parameter(torch.ones(50, dtype=dtype)) for name in ("whole", "sharded")}
+        for name, spec in (("whole", P()), ("sharded", P("tensor"))):
+            annotate(params[name], spec, name)
+        adamw = torch.optim.AdamW(params.items(), lr=1e-3, fused=True)
+        options: dict[str, Any] = {"states": HalfStates()} if states_only else {}
+        precision: Any = "fp32" if states_only else Bf16(stochastic_rounding=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision, check_replicas=False, **options)
+        for step in range(3):
+            with optimizer.window():
+                for param in params.values():
+                    param.grad = torch.full_like(param, 0.3 + step)
+            optimizer.step()
+        found = {}
+        for name, param in params.items():
+            tensors = [param, *(value for _, value in sorted(optimizer.state[param].items()))]
+            found[name] = [tensor.tolist() for tensor in tensors if tensor.dtype == BF16]
+        return found
+
+
+@pytest.mark.parametrize("states_only", [False, True])
+def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: Interpreted, states_only: bool) -> None:
+    ranks = pool.run(4, stepped_on_ranks, states_only)  # rank = 2 data + tensor
+    assert len(ranks[0]["whole"]) == (2 if states_only else 3)
+    assert all(len({*tensor}) > 1 for tensor in ranks[0]["whole"])
+    assert all(rank["whole"] == ranks[0]["whole"] for rank in ranks)
+    assert ranks[0] == ranks[2]
+    assert ranks[1] == ranks[3]
+    for one, other in zip(ranks[0]["sharded"], ranks[1]["sharded"], strict=True):
+        assert one != other
 
 
 # Other operators ------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
-from .batching import LazyTensors
-from .optimizer import Slot, Update, WholeOptimizer, moments
+from .batching import LazyTensors, grouped
+from .optimizer import Slot, Update, WholeOptimizer, adam_directions, moments, unscale_together
 
 
 class LAMB(WholeOptimizer):
@@ -42,7 +43,11 @@ class LAMB(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
+    Memory: on a GPU, in a step, the update directions of all tensors. Gradients that are clipped or scaled are changed in
+        place there, as by torch's fused optimizers.
     """
+
+    divides_gradients = True
 
     def __init__(
         self,
@@ -74,7 +79,10 @@ class LAMB(WholeOptimizer):
         return moments(slot)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]
+        if slots and all(slot.is_batched for slot in slots):
+            yield from self._updates_together(slots)
+            return
+        adapted = [slot for slot in slots if _is_adapted(slot)]
         params = {slot.position: slot.param for slot in adapted}
         w_norms, r_norms = self.tensors.norms_of(params, LazyTensors(adapted, lambda slot: _direction(slot)[2]))
         for slot in slots:
@@ -84,6 +92,40 @@ class LAMB(WholeOptimizer):
                 w_norm, r_norm = w_norms[slot.position], r_norms[slot.position]
                 rate = rate * torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
             yield Update(slot, slot.param - rate * r, {"exp_avg": m, "exp_avg_sq": v})
+
+    def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
+        directions: dict[int, Tensor] = {}
+        uncounted: list[Slot] = []
+        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
+            group, counts = of_group[0].group, [slot.state["step"] for slot in of_group]
+            if not group["bias_correction"]:
+                uncounted += of_group
+                counts = [torch.full_like(counts[0], LATE) for _ in counts]
+            found = adam_directions(of_group, counts, getattr(self, "found_inf", None))
+            if decay := group["weight_decay"]:
+                torch._foreach_add_(found, [slot.param for slot in of_group], alpha=decay)
+            directions.update((slot.position, r) for slot, r in zip(of_group, found, strict=True))
+        params = {slot.position: slot.param for slot in slots if _is_adapted(slot)}
+        w_norms, r_norms = self.tensors.norms_of(params, {position: directions[position] for position in params})
+        if params:
+            w, r = (torch.stack([norms[position] for position in params]) for norms in (w_norms, r_norms))
+            trust = torch.where((w > 0) & (r > 0), w / r, 1.0)
+            torch.ops.aten._foreach_mul_.List([directions[position] for position in params], list(trust.unbind()))
+        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
+            along = [directions[slot.position] for slot in of_group]
+            self.descend_each([slot.param for slot in of_group], along, of_group[0].group["lr"])
+        for slot in uncounted:
+            yield Update(slot, slot.param, {})
+
+
+LATE = 1e9
+"""A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-8."""
+
+
+def _is_adapted(slot: Slot) -> bool:
+    """Return True if the learning rate of a tensor is multiplied by a trust ratio."""
+    return slot.group["weight_decay"] != 0 or bool(slot.group["always_adapt"])
 
 
 def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +169,8 @@ class LARS(WholeOptimizer):
     Host synchronization: none if parameters and process groups are on one device.
     """
 
+    divides_gradients = True
+
     def __init__(
         self,
         params: Any,
@@ -161,7 +205,10 @@ class LARS(WholeOptimizer):
         return {"momentum_buffer": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]
+        if slots and all(slot.is_batched and slot.group["momentum"] for slot in slots):
+            yield from self._updates_together(slots)
+            return
+        adapted = [slot for slot in slots if _is_adapted(slot)]
         params = {slot.position: slot.param for slot in adapted}
         w_norms, g_norms = self.tensors.norms_of(params, {slot.position: slot.grad for slot in adapted})
         for slot in slots:
@@ -174,6 +221,38 @@ class LARS(WholeOptimizer):
             b = mu * slot.state["momentum_buffer"] + u
             param = slot.param - group["lr"] * (u + mu * b if group["nesterov"] else b)
             yield Update(slot, param, {"momentum_buffer": b})
+
+    def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
+        unscale_together(slots)
+        adapted = [slot for slot in slots if _is_adapted(slot)]
+        params, grads = {slot.position: slot.param for slot in adapted}, {slot.position: slot.grad for slot in adapted}
+        w_norms, g_norms = self.tensors.norms_of(params, grads)
+        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
+            group, along = of_group[0].group, [slot.grad for slot in of_group]
+            weights = [slot.param for slot in of_group]
+            if _is_adapted(of_group[0]):
+                w, g = (torch.stack([norms[slot.position] for slot in of_group]) for norms in (w_norms, g_norms))
+                trust = group["trust_coeff"] * w / (g + group["weight_decay"] * w + group["eps"])
+                trust = torch.where((w > 0) & (g > 0), trust, 1.0)
+                made = torch._foreach_add(along, weights, alpha=group["weight_decay"])
+                torch.ops.aten._foreach_mul_.List(made, list(trust.unbind()))
+                along = list(made)
+            sgd(
+                weights,
+                along,
+                [slot.state["momentum_buffer"] for slot in of_group],
+                fused=True,
+                found_inf=getattr(self, "found_inf", None),
+                lr=group["lr"],
+                weight_decay=0.0,
+                momentum=group["momentum"],
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+        for slot in slots:
+            yield Update(slot, slot.param, {})
 
 
 # StableAdamW: AdamW with smaller steps for a tensor whose gradient is large against its second moment -----------------

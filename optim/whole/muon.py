@@ -278,6 +278,7 @@ class Muon(WholeOptimizer):
     """
 
     kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
+    divides_gradients = True
 
     def __init__(
         self,

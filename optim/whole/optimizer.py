@@ -109,6 +109,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
+        divides_gradients: True: `updates` uses `Slot.scaled_grad` on a GPU where it can, so `step` prepares no `Slot.grad`.
         fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed with it,
             because other numbers of ranks compute others together.
         not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name. None
@@ -120,11 +121,14 @@ class WholeOptimizer(torch.optim.Optimizer):
     whole_states: ClassVar[frozenset[str]] = frozenset()
     kept: ClassVar[tuple[str, ...]] = ()
     not_captured: ClassVar[str | None] = None
+    divides_gradients: ClassVar[bool] = False
     fixed_order: bool = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
         self._frozen: set[int] = set()
+        self._skip_flags: dict[torch.device, Tensor] = {}
+        self._is_stepping = False
         super().__init__(params, defaults)
 
     # For subclasses -------------------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
         if kept is not None:  # present in a copy or a pickle, absent in a call from load_state_dict
-            vars(self).update(kept, _tensors=None, _frozen=set())
+            vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags={}, _is_stepping=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and remove the binding to shards. Call `bind_all` afterwards if ranks hold shards."""
@@ -291,12 +295,17 @@ class WholeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         counted = []
-        for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
-            self.write(slot.param, param)
-            for key, value in state.items():
-                self.write(slot.state[key], value)
-            counted.append(slot)
-        self._count(counted)
+        self._is_stepping = True
+        try:
+            for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
+                self.write(slot.param, param)
+                for key, value in state.items():
+                    self.write(slot.state[key], value)
+                counted.append(slot)
+            self._count(counted)
+        finally:
+            self._is_stepping = False
+            self._skip_flags.clear()
         return loss
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -310,7 +319,16 @@ class WholeOptimizer(torch.optim.Optimizer):
         if found_inf is None:
             target.copy_(value)
         else:
-            torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
+            torch.where(self._skip_flag(found_inf, target.device), target, value.to(target.dtype), out=target)
+
+    def _skip_flag(self, found_inf: Tensor, device: torch.device) -> Tensor:
+        """Return ``found_inf > 0`` on ``device``, computed once per step and device."""
+        if device not in self._skip_flags:
+            flag = found_inf.to(device) > 0
+            if not self._is_stepping:
+                return flag
+            self._skip_flags[device] = flag
+        return self._skip_flags[device]
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
         """Set ``target`` to ``target - rate * (direction + decay * target)`` in place, unless the step is skipped.
@@ -403,7 +421,30 @@ class WholeOptimizer(torch.optim.Optimizer):
             if "step" not in slot.state:
                 slot.state.update(self.initial(slot), step=torch.zeros((), device=param.device))
             slots.append(slot)
+        if not self.divides_gradients:
+            _prepare_together([slot for slot in slots if batching.batches_on(slot.param.device)])
         return slots
+
+
+def _prepare_together(slots: Sequence[Slot]) -> None:
+    """Compute `Slot.grad` and `Slot.step` of all slots, with few kernels. The slots are on a GPU."""
+    for alike in batching.grouped(slots, lambda slot: (slot.state["step"].device, slot.state["step"].dtype)).values():
+        steps = torch.stack([slot.state["step"] for slot in alike]).double() + 1
+        for slot, step in zip(alike, steps.unbind(), strict=True):
+            slot.step = step
+    unscale_together(slots)
+
+
+def unscale_together(slots: Sequence[Slot]) -> None:
+    """Compute `Slot.grad` of all slots, with few kernels. The slots are on a GPU."""
+    scaled = [slot for slot in slots if slot.grad_scale is not None and slot.scaled_grad.dtype == slot.param.dtype]
+    for alike in batching.grouped(scaled, lambda slot: (slot.param.device, slot.param.dtype)).values():
+        scale = alike[0].grad_scale
+        assert scale is not None
+        grads = [slot.scaled_grad.contiguous() for slot in alike]
+        # `torch._foreach_div` would read the tensor on the host
+        for slot, grad in zip(alike, torch.ops.aten._foreach_div.Tensor(grads, scale.to(grads[0])), strict=True):
+            slot.grad = grad
 
 
 # AdamW, for parameters whose update needs no full tensor (arXiv:1711.05101) -------------------------------------------
@@ -434,26 +475,55 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
     Host synchronization: none.
     """
     for of_group in batching.grouped(slots, lambda slot: id(slot.group)).values():
+        params, steps = [slot.param for slot in of_group], [slot.state["step"] for slot in of_group]
         group = of_group[0].group
-        beta1, beta2 = group["betas"]
-        adamw(
-            [slot.param for slot in of_group],
-            [slot.scaled_grad.to(slot.param.dtype).contiguous() for slot in of_group],
-            [slot.state["exp_avg"] for slot in of_group],
-            [slot.state["exp_avg_sq"] for slot in of_group],
-            [],
-            [slot.state["step"] for slot in of_group],
-            fused=True,
-            grad_scale=of_group[0].grad_scale,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        _fused_adamw(of_group, params, steps, found_inf, group["lr"], group["weight_decay"])
+
+
+def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+    """Update Adam's moments in place, and return m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) for each slot.
+
+    It is AdamW's step from zeros with the learning rate -1. If ``found_inf`` is 1, moments do not change, and the
+    directions are zeros.
+
+    Args:
+        slots: Slots of one param group for which `Slot.is_batched` is True.
+        steps: Step counts t before this step, one tensor per slot; changed in place as in `adamw_in_place`.
+        found_inf: 0-dim float32; None: 0.
+    """
+    directions = batching.zeros_like_each([slot.param for slot in slots])
+    _fused_adamw(slots, directions, steps, found_inf, -1.0, 0.0)
+    return directions
+
+
+def _fused_adamw(
+    slots: Sequence[Slot],
+    params: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor | None,
+    lr: float | Tensor,
+    weight_decay: float,
+) -> None:
+    group = slots[0].group
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(params),
+        [slot.scaled_grad.to(slot.param.dtype).contiguous() for slot in slots],
+        [slot.state["exp_avg"] for slot in slots],
+        [slot.state["exp_avg_sq"] for slot in slots],
+        [],
+        list(steps),
+        fused=True,
+        grad_scale=slots[0].grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def adamw_update(slot: Slot) -> Update:

@@ -22,6 +22,8 @@ from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.powers import powers_by_torch
+from .batching import grouped, is_batched
 
 # Assignment of elements to ranks --------------------------------------------------------------------------------------
 
@@ -430,8 +432,12 @@ class WholeTensors:
         slots = self._slots
         packed = self._zeros(len(values) * len(slots), values)
         found: list[dict[int, tuple[Tensor, torch.device]]] = [{} for _ in values]
+        together = [self._norms_together(of_list) for of_list in values]
         for index, of_list in enumerate(values):
-            for position, value in of_list.items():
+            for position in of_list:
+                if position in together[index]:
+                    continue
+                value = of_list[position]
                 power = self._power(position, value)
                 slot = slots.get(self.tensors[position].name)
                 if slot is not None:
@@ -441,7 +447,24 @@ class WholeTensors:
                 found[index][position] = power, value.device
         if slots:
             self._sum(packed, tuple(range(self._world)))
-        return [{at: power.sqrt().to(device) for at, (power, device) in of_list.items()} for of_list in found]
+        return [
+            norms | {at: power.sqrt().to(device) for at, (power, device) in of_list.items()}
+            for norms, of_list in zip(together, found, strict=True)
+        ]
+
+    def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the norms of full tensors on a GPU that need no collective, computed with few kernels.
+
+        Values that are computed lazily are left out, because they would be in memory together.
+        """
+        if not isinstance(values, dict):
+            return {}
+        full = [at for at, value in values.items() if self._canonical_boxes[at] is None and is_batched(value)]
+        norms: dict[int, Tensor] = {}
+        for positions in grouped(full, lambda at: (values[at].device, values[at].dtype)).values():
+            powers = powers_by_torch([values[at] for at in positions], 2.0)
+            norms.update(zip(positions, powers.sqrt().unbind(), strict=True))
+        return norms
 
     def _power(self, position: int, value: Tensor) -> Tensor:
         """Return the sum of squares of the elements of ``value`` that this rank contributes, 0-dim float64."""

@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.optim import Muon, ParallelOptimizer
+from meshstep.optim import LAMB, LARS, Adafactor, Muon, ParallelOptimizer, StableAdamW
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import Part
 from torch import Tensor, nn
-from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, trained
+from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error, muon, trained
 from world import World
 
 
@@ -37,7 +37,22 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Muon, a tensor as learning rate": lambda params: Muon(
         params, lr=torch.tensor(0.1, dtype=torch.float64), ns_dtype=None
     ),
+    "LAMB": lambda params: LAMB(params, lr=0.1),
+    "LAMB, no bias correction": lambda params: LAMB(params, lr=0.1, bias_correction=False),
+    "LAMB, some adapted": lambda params: LAMB(two_groups(params, weight_decay=0.0), lr=0.1),
+    "LAMB, always adapted": lambda params: LAMB(two_groups(params, weight_decay=0.0), lr=0.1, always_adapt=True),
+    "LARS": lambda params: LARS(two_groups(params, weight_decay=0.0), momentum=0.9, weight_decay=0.1),
+    "LARS, nesterov": lambda params: LARS(params, momentum=0.9, nesterov=True, always_adapt=True),
+    "LARS without momentum": lambda params: LARS(params, weight_decay=0.1),
+    "StableAdamW": lambda params: StableAdamW(params, lr=0.1),
+    "Adafactor": lambda params: Adafactor(params, lr=0.1),
 }
+
+
+def two_groups(params: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return two param groups of which the second one has other options."""
+    named = list(params)
+    return [{"params": named[:3]}, {"params": named[3:], **options}]
 
 
 def model_of(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -153,19 +168,38 @@ def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) ->
         torch.testing.assert_close(newton_schulz(stack, eps=eps), expected, rtol=1e-10, atol=1e-12)
 
 
-def trained_together(name: str, state: str) -> list[Part]:
+def lamb(params: Any) -> LAMB:
+    return LAMB(params, lr=0.05)
+
+
+def lars(params: Any) -> LARS:
+    return LARS(params, momentum=0.9, weight_decay=0.1, nesterov=True)
+
+
+def trained_together(name: str, make: Make, state: str) -> list[Part]:
     with batched():
-        return trained(WHOLE_LAYOUTS[name], muon, STATES[state])
+        return trained(WHOLE_LAYOUTS[name], make, STATES[state])
 
 
 @pytest.mark.parametrize(
-    ("name", "state"),
-    [("data x tensor", "ZeRO-2"), ("fused blocks", "whole"), ("experts", "ZeRO-1"), ("uneven", "offload")],
+    ("name", "make", "state"),
+    [
+        ("data x tensor", muon, "ZeRO-2"),
+        ("fused blocks", muon, "whole"),
+        ("experts", muon, "ZeRO-1"),
+        ("uneven", muon, "offload"),
+        ("data x tensor", lamb, "whole"),
+        ("data x tensor", lamb, "ZeRO-2"),
+        ("sequence", lars, "whole"),
+        ("data=3", lars, "ZeRO-1"),
+    ],
 )
-def test_muon_of_tensors_together_matches_dense_update_on_ranks(world: World, name: str, state: str) -> None:
+def test_step_of_tensors_together_matches_dense_update_on_ranks(
+    world: World, name: str, make: Make, state: str
+) -> None:
     layout = WHOLE_LAYOUTS[name]
-    by_rank = world.run(layout.topology.world_size, trained_together, name, state)
-    assert largest_error(by_rank, alone(layout, muon)) <= 1e-12
+    by_rank = world.run(layout.topology.world_size, trained_together, name, make, state)
+    assert largest_error(by_rank, alone(layout, make)) <= 1e-12
     assert copies_differ(by_rank) == []
 
 

@@ -276,8 +276,9 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer can skip a step on the device, because it accepts ``grad_scale`` and ``found_inf``.
 
     True for torch's fused Adam, AdamW, SGD and Adagrad, for `Lion`, for the optimizers of `meshstep.optim.whole`, and
-    for a `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
+    for a `CombinedOptimizer` of such optimizers. There are three exceptions, for which it returns False:
 
+    * Fused Adagrad of torch 2.11, which does not declare that it accepts ``grad_scale`` and ``found_inf``.
     * Fused SGD with dampening before a parameter's first step: torch makes the momentum buffer from the first gradient,
       which is wrong if that step is skipped on the device.
     * Fused SGD with half-precision parameters on a CPU, in torch versions that lose their updates (2.11 to 2.13).

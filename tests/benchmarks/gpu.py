@@ -1,20 +1,25 @@
-"""Time clip + step on a GPU and count kernel launches: meshstep, also with Triton and in a CUDA graph; torch; bare update.
+"""Time steps on a GPU and count kernel launches: meshstep, also with Triton and in a CUDA graph, and its peers.
 
     python tests/benchmarks/gpu.py [--quick]
 
-It needs no installation, and prints tables in Markdown. Rounds of all contenders are interleaved. Times are medians over
-the rounds, measured by GPU events. GB/s counts the minimum of bytes: reading the gradients for the norm (except for the
-bare update) and for the update, reading and writing weights and moments, and writing half-precision weights. The table
-also has the share of the bandwidth of a plain copy on the device.
+It needs no installation, and prints tables in Markdown: clip + step in float32 and bfloat16, norms, Muon, offloaded
+states, and gradient buckets of two ranks without communication. Peers are torch and, if they are installed, the fused
+Adam of Transformer Engine, which Megatron uses, of Apex, and of DeepSpeed if it is already compiled. Rounds of all
+contenders of a table are interleaved. Times are medians over the rounds, measured by GPU events. The host's time is the
+time until the call returns. GB/s counts the minimum of bytes: reading the gradients for the norm (except for the bare
+update) and for the update, reading and writing weights and moments, and writing half-precision weights. The table also
+has the share of the bandwidth of a plain copy on the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
@@ -37,11 +43,11 @@ class Contender:
 
     Args:
         step: One step.
-        nbytes: Minimum of bytes to move per element.
+        nbytes: Minimum of bytes to move per element. None: GB/s are not shown.
     """
 
     step: Step
-    nbytes: int
+    nbytes: float | None
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -51,47 +57,219 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=torch.tensor(1e-4, device=params[0].device), fused=True)
 
 
-def contenders(shapes: list[tuple[int, ...]], precision: Any, device: torch.device) -> dict[str, Contender]:
-    """Return contenders by name, each with its own weights. Ratios are relative to the first one."""
+Ways = dict[str, Callable[[], Contender]]
+"""Functions that make contenders, by name. Times of other contenders are relative to the first one."""
+
+
+def made(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+    """Return random parameters."""
+    return [nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02) for shape in shapes]
+
+
+def ours(inner: torch.optim.Optimizer, **options: Any) -> Any:
+    """Return a `ParallelOptimizer` on one rank, which clips to 0.7. Its parameters get random gradients."""
     from meshstep.optim import ParallelOptimizer
     from meshstep.parallel import ProcessGroupRegistry, Topology
+
+    params = [param for group in inner.param_groups for param in group["params"]]
+    optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), max_norm=0.7, **options)
+    for param in params:
+        param.grad = torch.randn_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
+    return optimizer
+
+
+def clip_and_step(shapes: list[tuple[int, ...]], precision: str, device: torch.device, triton: bool) -> Ways:
+    """Return contenders for clip + AdamW, each with its own weights."""
+    from meshstep.amp import Bf16
 
     masters = precision == "bf16"
     dtype = torch.bfloat16 if masters else torch.float32
     extra = 2 if masters else 0  # weights that are written in half precision
 
-    def made(kind: torch.dtype) -> list[nn.Parameter]:
-        return [nn.Parameter(torch.randn(shape, device=device, dtype=kind) * 0.02) for shape in shapes]
+    def own(precision: Any = precision) -> Step:
+        params = made(shapes, dtype, device)
+        rate = torch.tensor(1e-4, device=device)
+        return ours(torch.optim.AdamW(params, lr=rate, fused=True), precision=precision).step  # type: ignore[no-any-return]
 
-    def own() -> Step:
-        params = made(dtype)
-        inner = torch.optim.AdamW(params, lr=torch.tensor(1e-4, device=device), fused=True)
-        optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), max_norm=0.7, precision=precision)
-        for param in params:
-            param.grad = torch.randn_like(param, dtype=torch.float32)
-        return optimizer.step
+    def recipe(fused: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Contender:
+        plain = made(shapes, torch.float32, device)
+        halves = [param.detach().to(dtype) for param in plain]
+        inner = fused(plain)
+        for param in plain:
+            param.grad = torch.randn_like(param)
 
-    plain = made(torch.float32)
-    halves = [param.detach().to(dtype) for param in plain]
-    inner = adamw(plain)
+        @torch.no_grad()
+        def step() -> None:
+            nn.utils.clip_grad_norm_(plain, 0.7)
+            inner.step()
+            if masters:
+                torch._foreach_copy_(halves, [param.detach() for param in plain])
 
-    @torch.no_grad()
-    def recipe() -> None:
-        nn.utils.clip_grad_norm_(plain, 0.7)
-        inner.step()
-        if masters:
-            torch._foreach_copy_(halves, [param.detach() for param in plain])
+        return Contender(step, 32 + extra)
 
-    found = {
-        "bare fused AdamW, float32": Contender(adamw(made(torch.float32)).step, 28),
-        "torch: `clip_grad_norm_` + fused AdamW" + (" + cast" if masters else ""): Contender(recipe, 32 + extra),
-        "meshstep": Contender(own(), 32 + extra),
+    cast = " + cast" if masters else ""
+    found: Ways = {
+        "bare fused AdamW, float32": lambda: Contender(adamw(made(shapes, torch.float32, device)).step, 28),
+        f"torch: `clip_grad_norm_` + fused AdamW{cast}": lambda: recipe(adamw),
+        "meshstep": lambda: Contender(own(), 32 + extra),
     }
-    if device.type == "cuda" and find_spec("triton") is not None:
-        found["meshstep, Triton's kernels"] = Contender(by_triton(own()), 32 + extra)
+    for name, fused in peers().items():
+        found[f"torch: `clip_grad_norm_` + {name}{cast}"] = lambda fused=fused: recipe(fused)  # type: ignore[misc]
+    if masters:
+        rounded = Bf16(stochastic_rounding=True)
+        # bfloat16 weights without masters, float32 moments, float32 gradients that are read twice
+        found["meshstep, stochastic rounding"] = lambda: Contender(own(rounded), 28)
+    if triton:
+        found["meshstep, Triton's kernels"] = lambda: Contender(by_triton(own()), 32 + extra)
     if device.type == "cuda":
-        found["meshstep, CUDA graph"] = Contender(captured(own()), 32 + extra)
+        found["meshstep, CUDA graph"] = lambda: Contender(captured(own()), 32 + extra)
     return found
+
+
+def peers() -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
+    """Return fused AdamW of installed libraries. DeepSpeed's is left out if it would be compiled now."""
+    found: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {}
+    if not torch.cuda.is_available():
+        return found
+    if find_spec("transformer_engine") is not None:
+
+        def transformer_engine(params: list[nn.Parameter]) -> Any:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+
+            return FusedAdam(params, lr=1e-4, adam_w_mode=True)
+
+        found["Transformer Engine's FusedAdam"] = transformer_engine
+    if find_spec("apex") is not None:
+
+        def apex(params: list[nn.Parameter]) -> Any:
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam(params, lr=1e-4, adam_w_mode=True)
+
+        found["Apex's FusedAdam"] = apex
+    if find_spec("deepspeed") is not None:
+
+        def deepspeed(params: list[nn.Parameter]) -> Any:
+            from deepspeed.git_version_info import installed_ops
+            from deepspeed.ops.adam import FusedAdam
+
+            if not installed_ops.get("fused_adam"):
+                raise RuntimeError("it is not compiled")
+            return FusedAdam(params, lr=1e-4, adam_w_mode=True)
+
+        found["DeepSpeed's FusedAdam"] = deepspeed
+    return found
+
+
+def norms(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, triton: bool) -> Ways:
+    """Return contenders for the norm of gradients."""
+    from meshstep.optim.norm.powers import local_powers
+
+    gradients = [param.detach() for param in made(shapes, dtype, device)]
+
+    def total() -> Tensor:
+        return nn.utils.get_total_norm(gradients)
+
+    def own() -> Tensor:
+        return local_powers(gradients, 2.0)
+
+    found: Ways = {
+        "torch: `get_total_norm`": lambda: Contender(total, dtype.itemsize),
+        "meshstep: squares in float64": lambda: Contender(own, dtype.itemsize),
+    }
+    if triton:
+        found["meshstep, Triton's kernels"] = lambda: Contender(by_triton(own), dtype.itemsize)
+    return found
+
+
+def muons(shapes: list[tuple[int, ...]], device: torch.device) -> Ways:
+    """Return contenders for Muon on the matrices among the shapes."""
+    from meshstep.optim import Muon
+
+    matrices: list[tuple[int, ...]] = [shape for shape in shapes if len(shape) == 2]
+
+    def torchs() -> Contender:
+        params = made(matrices, torch.float32, device)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        return Contender(torch.optim.Muon(params, lr=1e-3).step, None)
+
+    return {
+        "`torch.optim.Muon`, without clipping": torchs,
+        "meshstep's Muon": lambda: Contender(ours(Muon(made(matrices, torch.float32, device), lr=1e-3)).step, None),
+    }
+
+
+def offloads(shapes: list[tuple[int, ...]], device: torch.device) -> Ways:
+    """Return contenders for states in the host's memory."""
+    from meshstep.optim import Offloaded
+
+    def way(fraction: float) -> Contender:
+        inner = torch.optim.AdamW(made(shapes, torch.float32, device), lr=1e-4, fused=True)
+        return Contender(ours(inner, states=Offloaded(fraction)).step, 32)
+
+    return {
+        "meshstep, states on the GPU": lambda: way(0.0),
+        "meshstep, half of the states offloaded": lambda: way(0.5),
+        "meshstep, all states offloaded": lambda: way(1.0),
+    }
+
+
+def bucketed(width: int, depth: int, device: torch.device) -> Ways:
+    """Return contenders for backward + step of one of two ranks, whose collectives return without communication."""
+    from meshstep.optim import ParallelOptimizer, Sharded
+    from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+
+    def model_of() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(depth)))
+
+    inputs = torch.randn(64, width, device=device)
+
+    def alone() -> Contender:
+        model = model_of()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step() -> None:
+            inner.zero_grad()
+            model(inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+            inner.step()
+
+        return Contender(step, None)
+
+    def way(**options: Any) -> Contender:
+        model = model_of()
+        declare(model, {"*": P()})
+        registry = ProcessGroupRegistry(Topology(data=2))
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = ParallelOptimizer(inner, registry, max_norm=0.7, check_replicas=False, **options)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            optimizer.backward(model(inputs).square().mean())
+            optimizer.step()
+
+        return Contender(step, None)
+
+    return {
+        "torch on one rank": alone,
+        "two ranks": way,
+        "two ranks, overlap": lambda: way(overlap=True),
+        "two ranks, ZeRO-1": lambda: way(states=Sharded("data")),
+        "two ranks, ZeRO-2": lambda: way(states=Sharded("data", gradients=True)),
+    }
+
+
+@contextmanager
+def two_ranks_without_communication() -> Iterator[None]:
+    """Join a world of two ranks whose collectives return at once, without a result of the other rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def by_triton(step: Step) -> Step:
@@ -154,6 +332,18 @@ def launches(step: Step, device: torch.device) -> int | None:
     return sum(not event.is_user_annotation for event in on_gpu)  # without the spans of record_function
 
 
+def host_seconds(step: Step, device: torch.device, times: int) -> float:
+    """Return the median of the seconds until the call of a step returns, with an idle GPU before the call."""
+    found = []
+    for _ in range(times):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
 def copy_rate(device: torch.device, nbytes: int, times: int) -> float:
     """Return the bytes per second that a copy reads and writes."""
     source: Tensor = torch.ones(nbytes // 4, device=device)
@@ -162,23 +352,44 @@ def copy_rate(device: torch.device, nbytes: int, times: int) -> float:
     return median(rates)
 
 
-def table(title: str, ways: dict[str, Contender], numel: int, device: torch.device, rounds: int, copy: float) -> str:
-    """Return a table with one row per contender."""
-    for way in ways.values():
-        seconds(way.step, device, 3)
+def table(title: str, ways: Ways, numel: int, device: torch.device, rounds: int, copy: float) -> str:
+    """Return a table with one row per contender. A contender that raises an error has a row with the error."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
+    running, errors = dict[str, Contender](), dict[str, str]()
+
+    def attempt(name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            running.pop(name, None)
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "/")[:120]
+
+    def begin(name: str) -> None:
+        way = ways[name]()
+        seconds(way.step, device, 3)
+        running[name] = way
+
+    for name in ways:
+        attempt(name, lambda name=name: begin(name))  # type: ignore[misc]
+    times = 10 if device.type == "cuda" else 1
     for _ in range(rounds):
-        for name, way in ways.items():
-            measured[name].append(seconds(way.step, device, 10 if device.type == "cuda" else 1))
-    first = median(next(iter(measured.values())))
-    rows = [f"| {title} | ms | of the first | launches | GB/s | of a copy |", "|---|---|---|---|---|---|"]
-    for name, way in ways.items():
-        took, count = median(measured[name]), launches(way.step, device)
-        rate = way.nbytes * numel / took
-        shown = "-" if count is None else str(count)
-        rows.append(
-            f"| {name} | {took * 1e3:.3f} | {took / first:.2f} | {shown} | {rate / 1e9:.0f} | {rate / copy:.0%} |"
-        )
+        for name, way in [*running.items()]:
+            attempt(name, lambda name=name, way=way: measured[name].append(seconds(way.step, device, times)))  # type: ignore[misc]
+    rows = [
+        f"| {title} | ms | of the first | launches | host, ms | GB/s | of a copy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = next((median(measured[name]) for name in running), 1.0)
+    for name in ways:
+        if name in running:
+            way, took = running[name], median(measured[name])
+            count, host = launches(way.step, device), host_seconds(way.step, device, times)
+            rate = None if way.nbytes is None else way.nbytes * numel / took
+            shown = ["-" if count is None else str(count), f"{host * 1e3:.3f}"]
+            shown += ["-", "-"] if rate is None else [f"{rate / 1e9:.0f}", f"{rate / copy:.0%}"]
+            rows.append(f"| {name} | {took * 1e3:.3f} | {took / first:.2f} | {' | '.join(shown)} |")
+        else:
+            rows.append(f"| {name} | {errors[name]} | - | - | - | - | - |")
     return "\n".join(rows)
 
 
@@ -205,6 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this file, without a graph"
     )
+    parser.add_argument("--no-triton", action="store_true", help="leave out Triton's kernels")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("this needs a GPU, and torch finds none; --device cpu --quick tries the file itself", file=sys.stderr)
@@ -219,12 +431,25 @@ def main(arguments: list[str] | None = None) -> int:
         models = {"100 parameters of 64 elements": [(64,)] * 100, "a transformer's layer": transformer(128, 1, 512)}
     copy = copy_rate(device, 2**22 if options.quick else 2**30, 10)
     print(f"{hardware(device)}; a copy on the device moves {copy / 1e9:.0f} GB/s (read and written)")
+    triton = device.type == "cuda" and not options.no_triton and find_spec("triton") is not None
+
+    def show(title: str, ways: Ways, shapes: list[tuple[int, ...]], rounds: int) -> None:
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        print("\n" + table(title, ways, numel, device, rounds, copy), flush=True)
+        gc.collect()
+
     for precision in ("fp32", "bf16"):
         for name, shapes in models.items():
-            numel = sum(torch.Size(shape).numel() for shape in shapes)
-            ways = contenders(shapes, precision, device)
-            print("\n" + table(f"{name}, {precision}", ways, numel, device, rounds, copy), flush=True)
-            del ways
+            show(f"{name}, {precision}", clip_and_step(shapes, precision, device, triton), shapes, rounds)
+    middle, shapes = [*models.items()][1]
+    for dtype in (torch.float32, torch.bfloat16):
+        show(f"norm, {middle}, {dtype}", norms(shapes, dtype, device, triton), shapes, rounds)
+    few = min(rounds, 5)
+    show(f"Muon, {middle}", muons(shapes, device), shapes, few)
+    show(f"clip + AdamW, {middle}", offloads(shapes, device), shapes, few)
+    width, depth = (64, 4) if options.quick else (2048, 8)
+    with two_ranks_without_communication():
+        show("backward + clip + AdamW", bucketed(width, depth, device), [(width, width), (width,)] * depth, few)
     return 0
 
 

@@ -71,6 +71,23 @@ def test_gpu_benchmark_prints_a_markdown_table(checkout: Path) -> None:
     lines = done.stdout.splitlines()
     assert f"torch {torch.__version__}" in lines[0]
     rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) == 4 * (2 + 3)
-    assert {line.count("|") for line in rows} == {7}
+    assert {line.count("|") for line in rows} == {8}
     assert sum(line.startswith("| meshstep |") for line in rows) == 4
+    for name in ("stochastic rounding", "squares in float64", "meshstep's Muon", "all states offloaded", "overlap"):
+        (row, *_) = (line for line in rows if name in line)
+        assert float(row.split("|")[2]) > 0, row
+
+
+def test_all_gpu_tests_and_the_benchmark_run_by_one_command(checkout: Path) -> None:
+    chosen = "grad_scaler or mean_gradient"
+    done = started(checkout, "-m", "tests.gpu", "--all", "--device", "cpu", "--out", "logs", "-k", chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (checkout / "logs" / "summary.md").read_text()
+    assert summary in done.stdout
+    lines = summary.splitlines()
+    assert f"torch {torch.__version__.split('+')[0]}" in lines[2]
+    results = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in lines[6:13]}
+    ran, empty = ("kernels", "speed", "several GPUs"), ("graphs", "ranks", "powers", "soak")
+    assert results == dict.fromkeys(ran, "passed") | dict.fromkeys(empty, "no tests")
+    assert any(line.startswith("| meshstep's Muon | ") for line in lines)
+    shutil.rmtree(checkout / "logs")

@@ -1,7 +1,8 @@
 """Run these tests from a plain checkout. They need only torch, einops and pytest, and no network.
 
 python -m tests.gpu                                          on one GPU, and smaller tests on the CPU
-python -m tests.gpu -k "not cpu"                             without the CPU; arguments go to pytest
+python -m tests.gpu -m cuda                                  without the CPU; arguments go to pytest
+python -m tests.gpu --all                                    all tests and benchmarks in nine minutes: `everything`
 torchrun --standalone --nproc-per-node 4 -m tests.gpu        on several GPUs, over NCCL: other tests
 """
 
@@ -11,6 +12,8 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.gpu import everything
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "tests" / "gpu"
@@ -37,7 +40,9 @@ def what_runs() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest and return its exit status."""
+    """Run pytest on the files among the arguments, by default on all files, and return its exit status."""
+    if "--all" in arguments:
+        return everything.main([argument for argument in arguments if argument != "--all"])
     try:
         import pytest
     except ImportError:
@@ -45,13 +50,15 @@ def main(arguments: list[str]) -> int:
         return 2
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed, and some would import missing packages
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    chosen = GPU / "test_gpu_torchrun.py" if under_torchrun else GPU
+    files = [argument for argument in arguments if argument.startswith("test_gpu_")]
+    arguments = [argument for argument in arguments if argument not in files]
+    chosen = [GPU / name for name in files] or [GPU / "test_gpu_torchrun.py" if under_torchrun else GPU]
     with tempfile.TemporaryDirectory() as folder:
         make_importable(Path(folder))
         print(what_runs(), flush=True)
         # Without tests/conftest.py, which needs hypothesis; warnings of other torch versions are not errors here.
         own = ["--confcutdir", str(GPU), "-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
-        return int(pytest.main([str(chosen), "--rootdir", str(ROOT), *own, "-rs", *arguments]))
+        return int(pytest.main([*map(str, chosen), "--rootdir", str(ROOT), *own, "-rs", *arguments]))
 
 
 if __name__ == "__main__":

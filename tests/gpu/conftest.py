@@ -17,12 +17,18 @@ def torchs_kernels() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["cuda", "cpu"])
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("cuda", "cpu")])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The GPU, if there is one, and the CPU, for a smaller run of the same test."""
-    if request.param == "cuda" and (reason := why_no_gpu()):
+    """The GPU, if there is one, and the CPU, for a smaller run of the same test.
+
+    ``-m cuda`` selects the tests on the GPU, ``-m cpu`` those on the CPU.
+    """
+    if request.param == "cpu":
+        torch.set_num_threads(1)  # as in the processes of `on_gpu.ranks`: sums depend on the number of threads
+        yield torch.device("cpu")
+        return
+    if reason := why_no_gpu():
         pytest.skip(reason)
-    yield torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
-    if request.param == "cuda":
-        torch.cuda.synchronize()  # an error of a kernel belongs to the test that launched it
-        torch.cuda.empty_cache()
+    yield torch.device("cuda", 0)
+    torch.cuda.synchronize()  # an error of a kernel belongs to the test that launched it
+    torch.cuda.empty_cache()

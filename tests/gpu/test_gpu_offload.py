@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from meshstep.optim import Offloaded, ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
@@ -13,7 +15,7 @@ LAYERS = 4
 def trained(device: torch.device, width: int, fraction: float) -> tuple[list[torch.Tensor], int]:
     """Return the final weights, moved to the CPU, and the bytes that stay allocated on the GPU between steps."""
     torch.manual_seed(0)
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    before = allocated(device)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))).to(device)
     optimizer = ParallelOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True),
@@ -27,8 +29,14 @@ def trained(device: torch.device, width: int, fraction: float) -> tuple[list[tor
         optimizer.backward(model(inputs).square().mean())
         optimizer.step()
     optimizer.zero_grad()
-    kept = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
+    kept = allocated(device) - before
     return [param.detach().cpu() for param in model.parameters()], kept
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of living tensors on the GPU; 0 on the CPU."""
+    gc.collect()  # the optimizer of an earlier run is in reference cycles
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def test_offloaded_states_free_gpu_memory_and_train_equally(device: torch.device) -> None:

@@ -81,7 +81,7 @@ def linear_2d_parameters(topology: Topology = GRID) -> Iterator[Parameter]:
 
 
 def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -> Parameter:
-    """Compute shards, weights and groups of one parameter."""
+    """Compute one parameter's shards, their weights in the squared norm, and the process groups that sum it."""
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     held = []
     for rank in range(topology.world_size):

@@ -770,7 +770,7 @@ def as_one(
             return optimizer
         kind = type(optimizer).__name__
         raise TypeError(
-            f"the optimizer is a {kind}, not a torch optimizer: make one of the parameters first, "
+            f"the optimizer is a {kind}, not a torch optimizer: create a torch optimizer from the parameters first, "
             "ParallelOptimizer(torch.optim.AdamW(model.parameters(), lr=...), registry)"
         )
 

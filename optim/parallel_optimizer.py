@@ -208,7 +208,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
     def __init_subclass__(cls) -> None:
-        """Track the constructor and overridden public methods of a subclass as public calls, for reports of hangs."""
+        """Track the constructor of a subclass, and the methods below that it overrides, as calls in reports of hangs."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         methods = {"step", "backward", "clip_grads", "clip_grad_by_norm", "clip_grad_by_value"}
         for name in cls.__dict__.keys() & methods:

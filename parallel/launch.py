@@ -144,7 +144,7 @@ def _signs(environ: Mapping[str, str]) -> list[Launcher]:
 
     * mpich is left out if srun set the PMI variables.
     * slurm is left out if mpirun started the process.
-    * slurm is left out in a Slurm job of one task if srun did not start the process.
+    * slurm is left out if srun did not start the process, SLURM_TASKS_PER_NODE is 1 and SLURM_NTASKS is not set.
 
     Several launchers may remain, for example if torchrun runs in a Slurm job.
     """

@@ -102,9 +102,9 @@ def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is not a dtype")
-    stored = Stored(_sizes(shape), dtype)
+    stored = Stored(_integers(shape, "a shape"), dtype)
     for offsets, sizes, file, start in places:
-        box = Box(_sizes(offsets), _sizes(sizes))
+        box = Box(_integers(offsets, "offsets"), _integers(sizes, "sizes"))
         inside = len(box.offsets) == len(box.sizes) == len(stored.shape) and all(
             offset + size <= length for offset, size, length in zip(box.offsets, box.sizes, stored.shape, strict=True)
         )
@@ -112,7 +112,7 @@ def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
             raise ValueError(f"offsets {offsets} with sizes {sizes} are not a part of a tensor of shape {shape}")
         if file not in files:
             raise ValueError(f"the index refers to {file}, which is not in the checkpoint")
-        (begin,) = _sizes([start])
+        (begin,) = _integers([start], "the position of a tensor in a file")
         if begin + prod(box.sizes) * dtype.itemsize > files[file].size:
             raise ValueError(f"{file} is too short for the tensor that begins at byte {start}")
         stored.places.append(FilePlace(box, file, begin))
@@ -152,9 +152,9 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def _sizes(value: Sequence[Any]) -> Shape:
-    if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value} are not sizes")
+def _integers(value: Sequence[Any], meaning: str) -> Shape:
+    if not all(type(number) is int and number >= 0 for number in value):
+        raise ValueError(f"{value} is given as {meaning}, which must consist of integers >= 0")
     return tuple(value)
 
 

@@ -134,7 +134,10 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        """Return the name patterns of parameters that this rule never clips, for `GradStats.unclipped`. Default: empty."""
+        """Return the name patterns of parameters that this rule never clips, for `GradStats.unclipped`. Default: empty.
+
+        ``"others"`` stands for the parameters that no pattern matches.
+        """
         return ()
 
     def check_names(self, names: Sequence[str]) -> None:

@@ -316,7 +316,10 @@ def _listed(
     if registry is None:
         registry = registry_of_meshes([param for _, param in given])
     elif isinstance(registry, int | float):
-        raise TypeError(f"the third argument is the registry, not the norm's order: write norm_type={registry}")
+        raise TypeError(
+            f"registry is {registry!r}: give a ProcessGroupRegistry, or None. Pass the order of the norm by keyword, "
+            "norm_type=..., to a function that has this argument"
+        )
     check_registry(registry)
     return OneShotParams.of(given, registry, is_inferred), registry
 

@@ -843,8 +843,7 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        None: there is no such parameter. Only writes that change neither the tensor's version counter nor its memory
-            are
+        None: there is no such parameter. Only writes that change neither the tensor's version counter nor its memory are
         found, such as in-place writes through ``.data``. After any other write, the next step uses the written values.
 
         Host synchronization: a few per tensor that has a copy.

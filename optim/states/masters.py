@@ -158,8 +158,8 @@ class SplitMasters(ParamTransform):
         dropped = self._drop_written()
         if dropped and window.captured:
             raise RuntimeError(
-                f"{label_of(dropped[0])} was written since the last step, and every replay of this CUDA graph would set "
-                "the low 16 bits of its master to 0: make one step without a graph after writing weights"
+                f"{label_of(dropped[0])} was written, or moved to new memory, since the last step. Every replay of this "
+                "CUDA graph would set the low 16 bits of its master to 0: make one step without a graph before the capture"
             )
         self._writes = self._writes + 1 if dropped else 0
         if self._writes == MANY_WRITES:

@@ -134,8 +134,9 @@ def check_caller(
     own = {id(param) for param in given}
     if where.axes or any(id(param) not in own for param in stepped):
         raise ValueError(
-            "the optimizer steps shards or masters, which torch's state-dict functions can't find by the model's "
-            "parameters: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+            "torch's state-dict functions would save wrong optimizer states, because the optimizer steps other tensors "
+            "than the model's parameters (shards, masters or CPU copies), or ranks step different parameters: give these "
+            "functions meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
     if not makes_states:
         raise ValueError(

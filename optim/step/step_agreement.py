@@ -431,6 +431,9 @@ class StepAgreement:
     ) -> int:
         """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
 
+        A parameter that was frozen at the start and requires a gradient now makes the sum differ from 0, because no step
+        updates it. Settings that are tensors on a device are compared by `of_tensors` instead.
+
         Collectives: none. Host synchronization: that of `UsedClip.read`.
 
         Args:

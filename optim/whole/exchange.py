@@ -190,8 +190,9 @@ class Round:
     ) -> dict[int, list[TransferSlice]]:
         """Return this rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
 
-        The flat buffer has the elements of the first owner rank, then those of the second one, and so on. The elements
-        of one owner rank are ordered by matrix, then by tensor of the matrix, then by rectangle.
+        The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
+        on, without itself. For each owner rank they are ordered by matrix, then by tensor of the matrix, then by
+        rectangle.
         """
         found: dict[int, list[TransferSlice]] = {}
         at = 0

@@ -60,7 +60,8 @@ def save_adapter(
         # in one process: peft.PeftModel.from_pretrained(dense_model, "adapter")
 
     Rank 0 writes the files; existing files are replaced. Layers must have the same names as in the dense model. If each
-    rank has the experts 0 to n - 1 of an `nn.ModuleList`, they are saved as k * n to k * n + n - 1 for the rank k.
+    rank has the experts 0 to n - 1 of an `nn.ModuleList`, they are saved as k * n to k * n + n - 1, where k is
+    the rank's index along the axes with different experts.
 
     Args:
         folder: Folder of the files; it is created.

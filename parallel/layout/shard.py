@@ -277,12 +277,12 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 # Full tensors and shards ----------------------------------------------------------------------------------------------
 
-# A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk
-# number ``coordinate[a] * size(b) + coordinate[b]``: the first axis varies slowest. If the dim consists of blocks, each
-# block is divided like this, and the shard is the concatenation of one chunk per block. If the length of the dim is not
-# a multiple of the number of chunks, shards are uneven: `torch.chunk` splits the dim over a, and then each chunk over
-# b. If a and b shard the dim jointly, one `torch.chunk` splits it over both. The `tied` and `partial` axes of a spec do
-# not change the shards.
+# A dim that is sharded over axes (a, b) is divided over a, and then each shard over b. Without blocks, a rank's shard is
+# chunk number ``coordinate[a] * size(b) + coordinate[b]`` of ``size(a) * size(b)`` equal chunks. If the spec gives blocks
+# for an axis, this axis divides each block, and the shard is the concatenation of one chunk per block; an axis without
+# blocks divides the shard as one block. If a length is not a multiple of the number of chunks, shards are uneven:
+# `torch.chunk` splits the dim over a, and then each chunk over b; several blocks can't be uneven. If a and b shard the
+# dim jointly, one `torch.chunk` splits it over both. The `tied` and `partial` axes of a spec do not change the shards.
 
 
 def local_shape(

@@ -540,9 +540,12 @@ def all_to_all(
             f"length {tensor.size(over.dim)}; give lengths that add up to {tensor.size(over.dim)}"
         )
     if received[over.rank] != own:
+        advice = "the lengths that the ranks of the group pass in split_sizes for this rank"
+        if target != over.dim:
+            advice = f"the lengths of the ranks' tensors along dim {target}"
         raise ValueError(
-            f"concat_sizes has length {received[over.rank]} for this rank's own section, but that section has length "
-            f"{own}; give the lengths that the ranks of the group pass in split_sizes for this rank"
+            f"concat_sizes[{over.rank}] is {received[over.rank]}, but the section that this rank keeps has length {own} "
+            f"along dim {target}; give {advice}"
         )
     cut, joined = Cut(over.dim, sent), Cut(target, received)
     return apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)

@@ -161,7 +161,7 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cas
     def step() -> None:
         if cast:
             torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
-        optimizer.scale_loss(torch.zeros(()))  # as backward does
+        optimizer.scale_loss(torch.zeros(()))  # counts a micro-batch, as backward does
         optimizer.step()
 
     return step

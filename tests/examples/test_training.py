@@ -118,7 +118,7 @@ def test_plot_has_loss_and_norm_curves_with_gaps_at_non_finite_values(tmp_path: 
     assert (right - left, bottom - top) == (script.WIDTH, script.HEIGHT)
 
 
-def test_verify_report_is_wrong_for_large_or_non_finite_norm_differences() -> None:
+def test_verify_prints_WRONG_for_large_or_non_finite_norm_differences() -> None:
     verdict = example("training").verdict
     for wrong in ([nan], [1e-7, nan], [nan, 1e-7], [inf], [1e-7, 2e-5]):
         said, right = verdict(wrong)

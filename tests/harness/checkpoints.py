@@ -60,7 +60,7 @@ def sealed(checkpoint: Path) -> None:
     try:
         manifest = json.loads(file.read_text())["manifest"]
     except ValueError:
-        return  # meshstep.json holds the payload itself
+        return  # the test replaced meshstep.json by text that is not JSON
     manifest["files"] = {name: record_of(checkpoint / name) for name in manifest["files"]}
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))

@@ -164,7 +164,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., 
         return made
 
     def equal(one: Tensor, other: Tensor) -> bool:
-        """Act like `torch.equal` on tensors of one shape whose elements were never written."""
+        """Return True, as fake tensors have no values to compare; record the host wait of torch.equal on CUDA tensors."""
         if "cuda" in (one.device.type, other.device.type):
             waits.append(f"aten.equal {innermost_calls()}")
         return True

@@ -173,7 +173,10 @@ class Net(nn.Module):
         return x.detach() + z if "detached residual" in wrong else x + z
 
     def forward(self, x: Tensor, classes: Tensor | None = None) -> Tensor:
-        """Return the head's input without ``classes``, else the loss; ``x`` is the head's input on the second stage."""
+        """Return the loss; if ``classes`` is None, return the head's input.
+
+        On the second stage, ``x`` is the head's input already.
+        """
         if classes is None:
             return self.body(x)
         return self.head_loss(x if self.pipe == 1 else self.body(x), classes)

@@ -77,7 +77,7 @@ def dense_1d(p: Full, ids: Tensor) -> Tensor:
 
 
 class Tensor2D(nn.Module):
-    """ids [batch, token] -> loss, in blocks over ``row`` and ``col``."""
+    """A model of 2-D layers: full ids [batch, token] -> loss. The batch is sharded over ``row``, features over ``col``."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype, bias: Any) -> None:
         super().__init__()

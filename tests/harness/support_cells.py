@@ -36,7 +36,7 @@ from torch import Tensor, nn
 WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 16, 3  # shards have 16 features, the minimum for 8-bit layers
 MAX_NORM = 1.0
 
-# All modes have default options.
+# All modes have default options, except bf16 with stochastic rounding.
 MODES = {**PLAIN_MODES, "O3": ApexFp16("O3"), "fp8": Fp8()}
 LAYOUTS = (
     "one process",

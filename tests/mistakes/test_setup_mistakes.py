@@ -384,7 +384,10 @@ def batches_of_different_sizes(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(TypeError, "the optimizer is a generator, not a torch optimizer: make one of the parameters first"),
+    Error(
+        TypeError,
+        "the optimizer is a generator, not a torch optimizer: create a torch optimizer from the parameters first",
+    ),
     write="pass an optimizer: `ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)`",
 )
 def parameters_for_an_optimizer(run: Run) -> None:

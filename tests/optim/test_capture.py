@@ -68,7 +68,7 @@ def test_graph_replays_on_two_ranks_match_steps_bitwise(world: World, name: str,
 
 
 @pytest.mark.parametrize("make", [lambda o: CosineAnnealingLR(o, 20, 4), lambda o: HoldOnSkip(StepLR(o, 3, 0.5))])
-def test_schedules_advance_between_replays_and_hold_on_skipped_replays(
+def test_schedule_rates_between_graph_replays_equal_rates_between_steps(
     make: Callable[[ParallelOptimizer], LRScheduler],
 ) -> None:
     found: list[list[float]] = []

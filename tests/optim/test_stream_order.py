@@ -290,7 +290,7 @@ def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     defect = DEFECTS[name]
     defect.plant(monkeypatch)
     monkeypatch.setattr(skips, "LAG", 3)
-    with using("torch"):  # C loops access memory without an operator
+    with using("torch"):  # C loops read memory without torch operators, which the simulation records
         findings = findings_of((RUNS | ON_TWO_RANKS)[defect.run])
     assert findings
     assert all(re.match(defect.finding, finding) for finding in findings), findings

@@ -288,7 +288,13 @@ def rejected() -> None:
             ({"split_sizes": [4, -1], "concat_sizes": [4, 4]}, "give one length >= 0"),
             (
                 {"split_sizes": [1, 2], "concat_sizes": [7, 8]},
-                "has length [78] for this rank's own section, but that section has length [12]",
+                r"concat_sizes\[[01]\] is [78], but the section that this rank keeps has length [12] along dim 0; give the "
+                "lengths that the ranks of the group pass in split_sizes for this rank",
+            ),
+            (
+                {"concat_dim": 1, "split_sizes": [1, 2], "concat_sizes": [5, 5]},
+                r"concat_sizes\[[01]\] is 5, but the section that this rank keeps has length 2 along dim 1; give the "
+                "lengths of the ranks' tensors along dim 1",
             ),
         ]
         for wrong, said in cases:

@@ -51,7 +51,13 @@ def test_shards_times_replication_factor_is_the_number_of_holding_ranks(data: st
 def test_equivalent_specs_are_equal() -> None:
     assert P("tensor", None) == P("tensor")
     assert hash(P(("row",), None)) == hash(P("row"))
+
+
+def test_specs_with_different_owners_differ() -> None:
     assert P("col", owned={"row": 0}) != P("col") != P("col", owned={"row": "col"})
+
+
+def test_repr_of_spec_is_its_constructor_call() -> None:
     assert repr(P("col", owned={"row": "col"})) == "P('col', owned={'row': 'col'})"
     assert repr(P(None, ("col", "row"), partial="t", tied={"pipe": (0, -1)})) == (
         "P(None, ('col', 'row'), partial='t', tied={'pipe': (0, -1)})"
@@ -62,6 +68,9 @@ def test_equivalent_specs_with_blocks_are_equal() -> None:
     assert P(blocks("tensor", 1)) == P("tensor")
     assert P(blocks("tensor", (32, 8, 8))) == P(blocks("tensor", [4, 1, 1])) != P("tensor")
     assert P(blocks(("a", "b"), 2)) == P((blocks("a", 2), blocks("b", 2)))
+
+
+def test_repr_of_spec_with_blocks_is_its_constructor_call() -> None:
     spec = P((blocks("tensor", 2), "data"), blocks("row", (4, 1, 1)), owned={"col": 0})
     assert repr(spec) == "P((blocks('tensor', 2), 'data'), blocks('row', (4, 1, 1)), owned={'col': 0})"
     assert eval(repr(spec)) == spec

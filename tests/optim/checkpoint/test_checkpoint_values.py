@@ -117,7 +117,7 @@ def test_wrong_value_in_checkpoint_file_is_rejected_or_leaves_usable_state(
     run, directory = saved_run(tmp_path, precision)
     file, draw = directory / name, random.Random(7)
     original = READ[name](file)
-    if name == "rank-0.pt":  # leaves out the states of the generators: thousands of similar integers
+    if name == "rank-0.pt":  # only a few entries: the states of the generators have thousands of similar integers
         original["python"] = (original["python"][0], original["python"][1], None)
         paths = [
             ("python",),

@@ -752,7 +752,7 @@ def batches(draw: st.DrawFn) -> list[Random]:
 
 @settings(max_examples=number_of_cases(30))
 @given(drawn=batches())
-def test_every_rule_matches_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
+def test_stateless_rules_match_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
     topology = drawn[0].case.topology
     by_rank = world.run(topology.world_size, stepped_gradients, drawn)
     for which, one in enumerate(drawn):

@@ -42,7 +42,10 @@ def backward(name: str) -> Net:
 
 
 def norms(name: str, norm_type: float) -> tuple[float, float, float, str]:
-    """Return the norm, the norms after clipping to 0.5 and to 0.25, and torch's norm or its error."""
+    """Return the gradient norm, the norm after scaling to 0.5, the norm after clipping to 0.25, and torch's result.
+
+    Torch's result is a text: the 2-norm of the clipped gradients, or the error.
+    """
     model = backward(name)
     stats = global_norm(model, norm_type=norm_type)
     scale_gradients_(model.parameters(), stats.clip_coef_for(0.5))
@@ -143,7 +146,7 @@ def experts_on_slice(declared: bool) -> tuple[float | str, float]:
         return str(error), float(gradients.norm())
 
 
-def test_error_names_dim_over_which_experts_differ(world: World) -> None:
+def test_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
     for error, _ in world.run(4, experts_on_slice, False):
         assert "experts: the gradient differs along axis 'ep'" in str(error)
 
@@ -300,7 +303,7 @@ def test_per_parameter_rule_clips_each_parameter_without_registry(world: World) 
 
 
 def test_number_as_registry_argument_raises_with_advice() -> None:
-    with pytest.raises(TypeError, match=r"write norm_type=1.0"):
+    with pytest.raises(TypeError, match=r"registry is 1.0: give a ProcessGroupRegistry.*by keyword, norm_type="):
         clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, 1.0)  # type: ignore[arg-type]
 
 

@@ -216,10 +216,12 @@ def test_offloaded_state_loads_with_any_offload_fraction(mode: str, before: floa
     assert_same(weights(other), weights(model))
 
 
-def test_overflow_with_offload_changes_nothing() -> None:
+def test_overflow_with_offload_keeps_weights_masters_and_states() -> None:
     model, optimizer = build("bf16", offload=1.0)
     steps(model, optimizer, range(2))
     before, held = weights(model), [piece.tensor.detach().clone() for piece in optimizer.stepped_tensors()]
+    states = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    assert len(states) == 18  # the step count and two moments of each of six trained parameters
     optimizer.zero_grad()
     optimizer.backward(model(data(5) * torch.inf))
     stats = optimizer.step()
@@ -227,6 +229,7 @@ def test_overflow_with_offload_changes_nothing() -> None:
     assert float(stats.found_inf) == 1
     assert_same(weights(model), before)
     assert_same([piece.tensor.detach() for piece in optimizer.stepped_tensors()], held)
+    assert_same([value for state in optimizer.state.values() for value in state.values()], states)
 
 
 def test_weights_written_with_offload_are_used_in_fp32_and_raise_in_bf16() -> None:

@@ -79,7 +79,9 @@ def refused_with_parameters_on_one_rank() -> str:
 
 def test_parameters_instead_of_optimizer_are_rejected_on_all_ranks(world: World) -> None:
     for text in world.run(2, refused_with_parameters_on_one_rank):
-        assert "the optimizer is a generator, not a torch optimizer: make one of the parameters first" in text
+        assert (
+            "the optimizer is a generator, not a torch optimizer: create a torch optimizer from the parameters" in text
+        )
 
 
 def test_boosted_parameters_get_their_full_names() -> None:

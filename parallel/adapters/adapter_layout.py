@@ -46,7 +46,7 @@ from ..layers.tensor_2d import Linear2D
 from ..layers.tensor_3d import DiagonalTable, Embedding3D, Linear3D
 from ..layout.annotation import annotation_of
 from ..layout.shard import joined_in_order, local_index, local_shape, spans_of_pieces
-from ..layout.spec import P
+from ..layout.spec import P, Span
 from ..mesh.collectives import (
     Over,
     all_gather,
@@ -76,6 +76,7 @@ class AdapterLayout:
         is_embedding: True if the input of the layer consists of ids, so that A is a table of r features per id.
         is_transposed_weight: True if the base weight is [in, out], as in an embedding.
         stacked: Axes along which ranks hold layers of different experts.
+        batch_axes: Axes of the layer, slowest first, that shard dim 0 of the input evenly.
     """
 
     registry: ProcessGroupRegistry
@@ -86,6 +87,7 @@ class AdapterLayout:
     is_embedding: bool = False
     is_transposed_weight: bool = False
     stacked: Axes = ()
+    batch_axes: Axes = ()
 
     @property
     def communicating_axes(self) -> Axes:
@@ -101,6 +103,24 @@ class AdapterLayout:
     def reduced_axes(self) -> Axes:
         """Return the axes that shard the rows of the weight, over which the squares of a row must be summed."""
         return ()
+
+    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        """Return (dim, full length, spans on this rank) of the dims of the input that the axes of the layer shard."""
+        return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
+
+    def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
+        """Return the shard of a dim that the axes divide evenly, slowest axis first."""
+        length, index = input.size(dim), 0
+        for axis in axes:
+            index = index * self.registry.size(axis) + self.registry.coordinate[axis]
+        return dim, length * self.registry.size(*axes), ((index * length, length),)
+
+    def _feature_shard(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        """Return the shard of the last dim whose spans are those of A's columns; none if the rank has all features."""
+        if input.size(-1) == self.in_features:
+            return []
+        where = self.registry.topology, self.registry.coordinate
+        return [(-1, self.in_features, without_axes(self.first, self.stacked).spans(1, self.in_features, *where))]
 
     def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns of A and the rows of B that belong to this rank's shard of the weight."""
@@ -161,6 +181,10 @@ class ColumnLayout(AdapterLayout):
     def communicating_axes(self) -> Axes:
         return self.axes
 
+    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        sequence = [] if self.sequence_dim is None else [self._even_shard(input, self.sequence_dim, self.axes)]
+        return [*super().input_shards(input), *sequence]
+
     def join(self, hidden: Tensor) -> Tensor:
         if self.sequence_dim is not None:
             return all_gather_to(hidden, self.registry, *self.axes, dim=self.sequence_dim)
@@ -193,6 +217,9 @@ class RowLayout(AdapterLayout):
     @property
     def communicating_axes(self) -> Axes:
         return self.axes
+
+    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        return [*super().input_shards(input), *self._feature_shard(input)]
 
     @property
     def reduced_axes(self) -> Axes:
@@ -231,6 +258,9 @@ class GridLayout(AdapterLayout):
     @property
     def communicating_axes(self) -> Axes:
         return self.row, self.col
+
+    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        return [*super().input_shards(input), *self._feature_shard(input)]
 
     @property
     def reduced_axes(self) -> Axes:
@@ -288,6 +318,9 @@ class CubeLayout(AdapterLayout):
     @property
     def communicating_axes(self) -> Axes:
         return self.input, self.output
+
+    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
+        return [*super().input_shards(input), *self._feature_shard(input)]
 
     @property
     def reduced_axes(self) -> Axes:
@@ -556,7 +589,9 @@ def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLay
         x, w, y = base.input, base.weight_axis, base.output
         first, second = P(None, y, partial=(w, x)), P(x, partial=(w, y))
         sizes = base.in_features, base.out_features
-        return CubeLayout(registry, *sizes, first, second, is_transposed_weight=True, input=x, weight=w, output=y)
+        return CubeLayout(
+            registry, *sizes, first, second, is_transposed_weight=True, batch_axes=(w, x), input=x, weight=w, output=y
+        )
     if isinstance(base, DiagonalTable):
         y, both = base.output, (base.weight_axis, base.input)
         if isinstance(base, Embedding3D):
@@ -564,7 +599,7 @@ def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLay
             options: dict[str, Any] = {"is_embedding": True, "is_transposed_weight": True, "axes": (y,)}
             return ColumnLayout(registry, base.rows, base.features, first, second, **options)
         first, second = P(None, y, partial=both), P(partial=both)
-        return RowLayout(registry, base.features, base.rows, first, second, axes=(y,))
+        return RowLayout(registry, base.features, base.rows, first, second, batch_axes=both, axes=(y,))
     if not isinstance(base, Linear2D | Classifier2D | Embedding2D):
         return None
     spec = spec_of(base.weight, registry.topology)
@@ -582,4 +617,7 @@ def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLay
     partial = (row, *spec.partial)
     first = P(None, col, partial=partial)
     second = P().with_dims([[(col,)]], partial=partial, blocks=[pair for pair in spec.blocks if pair[0] == col])
-    return GridLayout(registry, *sizes, first, second, is_transposed_weight=is_linear, row=row, col=col)
+    batch = (*spec.partial, row)
+    return GridLayout(
+        registry, *sizes, first, second, is_transposed_weight=is_linear, batch_axes=batch, row=row, col=col
+    )

@@ -51,6 +51,10 @@ class LoRA(nn.Module):
         use_rslora: If True, the output is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
         use_dora: If True, each row of the adapted weight [out, in] is rescaled to a trained magnitude (DoRA). Every
             forward then computes the norm of the weight. Default: False.
+        dropout: Probability with which an element of the input of A is set to zero in training mode. The mask is that of
+            one process: each rank draws the mask of the unsharded input from torch's default generator, and uses its
+            shard. So this generator must have the same state along the model axes. Ids of embeddings are not dropped.
+            Default: 0, no dropout.
         sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
             this name of the base layer, or else False. Default: None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
@@ -82,6 +86,7 @@ class LoRA(nn.Module):
         *,
         use_rslora: bool = False,
         use_dora: bool = False,
+        dropout: float = 0.0,
         sequence_parallel: bool | None = None,
         expert_axes: str | tuple[str, ...] = (),
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -93,9 +98,11 @@ class LoRA(nn.Module):
             raise ValueError(f"{name}: r={r!r} must be a positive integer; write the rank of the adapter, such as r=8")
         registry = _registry_for(base, registry, name)
         layout = layout_of(base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
+        _check_dropout(dropout, layout, name)
         self.base_layer = base.requires_grad_(False)
         self.r, self.alpha, self.use_rslora, self.use_dora = r, alpha, use_rslora, use_dora
-        self.scaling = alpha / (math.sqrt(r) if use_rslora else r)
+        self.scaling, self.dropout = alpha / (math.sqrt(r) if use_rslora else r), dropout
+        self._has_compared_generators = False
         self.is_merged = False
         self._name, self._layout = name, layout
         registry.create_groups(*layout.communicating_axes)
@@ -125,6 +132,8 @@ class LoRA(nn.Module):
                 "layer use_local_output=True, and pass it to_local() of the input"
             )
         layout = self._layout
+        if self.dropout and self.training and not layout.is_embedding:
+            input = self._drop(input)
         product = self.scaling * layout.product(input, self.lora_A, self.lora_B, output)
         if self.lora_magnitude_vector is None:
             adapted = output + product.to(output.dtype)
@@ -136,6 +145,20 @@ class LoRA(nn.Module):
             adapted = layout.leave(scale, output).to(output.dtype) * (linear + product.to(output.dtype))
             adapted = adapted if bias is None else adapted + bias
         return (adapted, *result[1:]) if isinstance(result, tuple) else adapted
+
+    def _drop(self, input: Tensor) -> Tensor:
+        """Return the input with random elements set to zero, by this rank's shard of the mask of the unsharded input."""
+        layout = self._layout
+        if not self._has_compared_generators and not torch.compiler.is_compiling():
+            _compare_generators(input.device, layout.registry, self._name)
+            self._has_compared_generators = True
+        shards, shape = layout.input_shards(input), [*input.shape]
+        for dim, length, _ in shards:
+            shape[dim] = length
+        kept = torch.empty(shape, dtype=torch.bool, device=input.device).bernoulli_(1 - self.dropout)
+        for dim, _, spans in shards:
+            kept = torch.cat([kept.narrow(dim, offset, length) for offset, length in spans], dim)
+        return input * (kept.to(input.dtype) / (1 - self.dropout))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the base layer if the adapter has none of this name."""
@@ -153,6 +176,7 @@ class LoRA(nn.Module):
 
     def extra_repr(self) -> str:
         options = [text for text, used in (("rsLoRA", self.use_rslora), ("DoRA", self.use_dora)) if used]
+        options += [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([f"r={self.r}", f"alpha={self.alpha}", *options])
 
     @torch.no_grad()
@@ -426,6 +450,37 @@ def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayo
         )
         full = _rows(full.transpose(0, dim), spans).transpose(0, dim)
     return full
+
+
+def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
+    """Raise ValueError if the dropout is out of range, or not supported on the layer."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{name}: dropout={dropout} must be at least 0 and below 1; write dropout=0.05, for example")
+    if dropout and layout.stacked:
+        raise ValueError(
+            f"{name} has different experts along {' x '.join(layout.stacked)}, which draw different numbers of random "
+            "values, so replicas of other layers would get different masks; give add_lora dropout=0 for this layer"
+        )
+
+
+def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, name: str) -> None:
+    """Raise ValueError on all ranks along the model axes if torch's default generators of a device differ there.
+
+    Collectives: an all-reduce of two numbers over the model axes. Host synchronization: yes.
+    """
+    axes = tuple(axis for axis in registry.topology.model_axes if registry.topology.role(axis) != "pipe")
+    if not axes or registry.size(*axes) == 1 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    number = zlib.crc32(bytes(state.tolist()))
+    found = torch.tensor([number, -number], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=registry.group(*axes))
+    most, least = found.tolist()
+    if most != -least:
+        raise ValueError(
+            f"{name}: dropout needs the same masks on all ranks along {' x '.join(axes)}, but the states of torch's "
+            "default generator differ there; call torch.manual_seed with the same seed on these ranks"
+        )
 
 
 def _draw_factors(

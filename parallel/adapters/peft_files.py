@@ -235,13 +235,15 @@ def _settings_of(adapter: Adapter) -> Settings:
     module: Any = adapter.module
     if isinstance(module, LoRA):
         values = module.r, module.alpha, module.use_rslora, module.use_dora
+        dropout = module.dropout
     elif adapter.key is not None:
         dora = adapter.magnitude is not None
         values = module.r[adapter.key], module.lora_alpha[adapter.key], module.use_rslora[adapter.key], dora
+        dropout = getattr(module.lora_dropout[adapter.key], "p", 0.0)
     else:
         r = adapter.first.size(0)
-        values = r, getattr(module, "alpha", r), False, False
-    return dict(zip(_SETTINGS, values, strict=True))
+        values, dropout = (r, getattr(module, "alpha", r), False, False), 0.0
+    return {**dict(zip(_SETTINGS, values, strict=True)), "lora_dropout": dropout}
 
 
 def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str | None) -> dict[str, Any]:
@@ -272,7 +274,7 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
         },
         "target_modules": sorted(settings),
         "modules_to_save": saved or None,
-        "lora_dropout": 0.0,
+        "lora_dropout": first["lora_dropout"],
         "bias": "none",
         "fan_in_fan_out": False,
     }
@@ -281,7 +283,9 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
 def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> None:
     """Raise ValueError unless the settings of the adapter of a layer equal those in the configuration file."""
     patterns = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
-    for key, value in _settings_of(adapter).items():
+    settings = _settings_of(adapter)
+    for key in _SETTINGS:
+        value = settings[key]
         stored = config.get(key, False)
         for pattern, other in (config.get(patterns.get(key, ""), None) or {}).items():
             if name == pattern or name.endswith(f".{pattern}"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -220,7 +220,8 @@ def _cube(registry: ProcessGroupRegistry, options: Options) -> nn.Module:
     return model
 
 
-LAYOUTS: Mapping[str, Layout] = {
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout({}, lambda _, options: dense_model(options), _dense_loss),
     "tensor": Layout({"tensor": 2}, _tensor, _tensor_loss),
     "data and tensor": Layout({"data": 2, "tensor": 2}, _tensor, _tensor_loss),
     "gathered outputs": Layout({"data": 2, "tensor": 2}, _gathered, _dense_loss),
@@ -283,6 +284,7 @@ def trained(
     end."""
     with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
         model = adapted(layout, registry, options, zero)
+        torch.manual_seed(5)  # of dropout
         first = full_weights(model, registry)
         optimizer = optimizer_of(model, registry, **more)
         norms = [one_step(layout, model, optimizer, step) for step in range(start, start + steps)]

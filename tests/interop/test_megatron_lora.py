@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -29,6 +30,7 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "add_bias_linear": False,
 }
+RS, DORA = {"use_rslora": True}, {"use_dora": True}
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "plain": ({"tensor_model_parallel_size": 2}, DENSE),
     "sequence parallel": ({"tensor_model_parallel_size": 2}, {**DENSE, "sequence_parallel": True}),
@@ -44,14 +46,28 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def trained(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Weights, Weights, list[float], Weights]:
+ADAPTERS: list[tuple[str, dict[str, bool]]] = [
+    *((case, {}) for case in CASES),
+    ("plain", RS),
+    ("plain", DORA),
+    ("sequence parallel", RS),
+    ("sequence parallel", DORA),
+    ("experts over data", DORA),
+    ("experts over tensor", RS),
+    ("experts over tensor", DORA),
+]
+
+
+def trained(
+    sizes: dict[str, int], options: dict[str, Any], adapters_options: dict[str, bool]
+) -> tuple[Weights, Weights, list[float], Weights]:
     """Return all weights of the base model, adapter weights before and after the steps, and norms."""
     with megatron(**sizes), registry_of() as registry:
         given: dict[str, Any] = {**sizes, **options}
         model = gpt(**given).double()
         declare_by_flags(model, registry)
         base = {name: unshard(param.detach(), spec_of(param), registry) for name, param in model.named_parameters()}
-        adapters = add_lora(model, LAYERS, R, ALPHA, registry)
+        adapters = add_lora(model, LAYERS, R, ALPHA, registry, **adapters_options)
         for index, adapter in enumerate(adapters.values()):
             _randomize(adapter, index, registry)
         params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -81,7 +97,9 @@ def _randomize(adapter: LoRA, index: int, registry: Any) -> None:
     param.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(base: Weights, first: Weights, options: dict[str, Any], experts: int) -> tuple[list[float], Weights]:
+def reference(
+    base: Weights, first: Weights, options: dict[str, Any], experts: int, scaling: float
+) -> tuple[list[float], Weights]:
     """Train the dense model in one process.
 
     Args:
@@ -93,7 +111,7 @@ def reference(base: Weights, first: Weights, options: dict[str, Any], experts: i
         model = gpt(**{**kept, "sequence_parallel": False}).double()
         optimizer, norms = torch.optim.AdamW([*factors.values()], lr=LR), []
         for step in range(STEPS):
-            weights = _merged(model, base, factors, experts)
+            weights = _merged(model, base, factors, experts, scaling)
             optimizer.zero_grad()
             for rank in range(4 // options["model_ranks"]):
                 tokens, positions, mask = tokens_of(4 * step + rank)
@@ -105,7 +123,7 @@ def reference(base: Weights, first: Weights, options: dict[str, Any], experts: i
     return norms, {name: value.detach() for name, value in factors.items()}
 
 
-def _merged(model: nn.Module, base: Weights, factors: Weights, experts: int) -> Weights:
+def _merged(model: nn.Module, base: Weights, factors: Weights, experts: int, scaling: float) -> Weights:
     """Return the dense weights. Experts of several ranks are stacked along dim 0 of ``base`` and ``factors``."""
     found = {}
     for name in dict(model.named_parameters()):
@@ -120,8 +138,12 @@ def _merged(model: nn.Module, base: Weights, factors: Weights, experts: int) -> 
 
         weight = part(base[stored])
         if f"{module}.lora_A" in factors and name.endswith(".weight"):
-            change = ALPHA / R * part(factors[f"{module}.lora_B"]) @ part(factors[f"{module}.lora_A"])
-            weight = weight + (change.t() if "word_embeddings" in name else change)
+            change = scaling * part(factors[f"{module}.lora_B"]) @ part(factors[f"{module}.lora_A"])
+            rows = (weight.t() if "word_embeddings" in name else weight) + change
+            if f"{module}.lora_magnitude_vector" in factors:
+                magnitude = part(factors[f"{module}.lora_magnitude_vector"])
+                rows = rows * (magnitude / rows.norm(dim=1).detach()).unsqueeze(1)
+            weight = rows.t() if "word_embeddings" in name else rows
         found[name] = weight
     return found
 
@@ -131,21 +153,18 @@ def factors_of_experts(base: Weights) -> set[str]:
     return {found.group(1) for name in base if (found := re.search(r"local_experts\.(\d+)", name))}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_lora_on_megatron_layers_trains_like_dense_lora(world: World, case: str) -> None:
+@pytest.mark.parametrize(("case", "adapters"), ADAPTERS)
+def test_lora_on_megatron_layers_trains_like_dense_lora(world: World, case: str, adapters: dict[str, bool]) -> None:
     sizes, options = CASES[case]
     experts = sizes.get("expert_model_parallel_size", 1)
     ranks = {**options, "model_ranks": sizes["tensor_model_parallel_size"]}
-    ours = world.run(4, trained, sizes, options)
+    ours = world.run(4, trained, sizes, options, adapters)
     base, first, _, _ = ours[0]
-    expected_norms, expected = world.run(1, dense_run, base, first, ranks, experts)[0]
+    scaling = ALPHA / (math.sqrt(R) if adapters == RS else R)
+    expected_norms, expected = world.run(1, reference, base, first, ranks, experts, scaling)[0]
     assert min(expected_norms) > MAX_NORM, "every step should clip"
     for _, _, norms, weights in ours:
         assert weights.keys() == expected.keys()
-        assert norms == pytest.approx(expected_norms, rel=1e-11)
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
         for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-11, atol=1e-11, msg=name)
-
-
-def dense_run(base: Weights, first: Weights, options: dict[str, Any], experts: int) -> tuple[list[float], Weights]:
-    return reference(base, first, options, experts)
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)

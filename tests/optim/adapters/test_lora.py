@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lora_models import (
     LAYERS,
     LAYOUTS,
     MAX_NORM,
+    WIDTH,
     Options,
     Weights,
     adapted,
@@ -25,7 +27,8 @@ from lora_models import (
 )
 from meshstep.optim import load_checkpoint, save_checkpoint
 from meshstep.parallel import LoRA, P, ProcessGroupRegistry, Topology, add_lora, declare, spec_of, unshard
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from world import World
 
 CASES = {
@@ -68,6 +71,79 @@ def test_initial_factors_are_equal_in_every_layout(world: World) -> None:
         assert start.keys() == {f"{layer}.lora_{factor}" for layer in LAYERS for factor in "AB"}
         for name, value in start.items():
             assert torch.equal(value, starts[0][name]), name
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+DROPOUTS = {
+    "tensor": Options(adapters={"dropout": 0.4}),
+    "tensor, sequence parallel": Options(adapters={"dropout": 0.4}, sequence_parallel=True),
+    **{
+        layout: Options(adapters={"dropout": 0.4}, blocks=3 if layout == "grid" else 1)
+        for layout in ("gathered outputs", "grid", "wide grid", "grids", "cube", "cube tables", "cube of 8")
+    },
+}
+
+
+def trained_with_dropout(layout: str, options: Options) -> tuple[Weights, list[float], Weights]:
+    if layout == "gathered outputs":  # with one data rank, which draws the mask of all samples
+        with mock.patch.dict(LAYOUTS, {layout: LAYOUTS[layout]._replace(topology={"tensor": 2})}):
+            return trained(layout, options)
+    return trained(layout, options)
+
+
+@pytest.mark.parametrize("case", DROPOUTS)
+def test_dropout_has_the_mask_of_one_process_on_every_layout(world: World, case: str) -> None:
+    layout, options = case.partition(",")[0], DROPOUTS[case]
+    ((_, expected_norms, expected),) = world.run(1, trained, "single", options)
+    ((_, norms_without, _),) = world.run(1, trained, "single", options._replace(adapters={}))
+    assert norms_without != pytest.approx(expected_norms, rel=1e-3)
+    ranks = 2 if layout == "gathered outputs" else ranks_of(layout)
+    for _, norms, weights in world.run(ranks, trained_with_dropout, layout, options):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def gradient_with_seeds(seeds: tuple[int, int]) -> tuple[Tensor, str]:
+    """Return the gradient of the replicated factor A behind dropout, and the error of unequal seeds."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model: Any = adapted("tensor", registry, Options(("up",), {"dropout": 0.5}))
+        torch.manual_seed(seeds[registry.rank("tensor")])
+        try:
+            model.up(torch.ones(3, WIDTH, dtype=torch.float64)).square().sum().backward()
+        except ValueError as error:
+            return torch.zeros(()), str(error)
+        return model.up.lora_A.grad, ""
+
+
+def test_dropout_of_replicated_input_is_bitwise_equal_on_replicas(world: World) -> None:
+    (first, error), (second, _) = world.run(2, gradient_with_seeds, (7, 7))
+    assert not error
+    assert torch.equal(first, second)
+    for _, text in world.run(2, gradient_with_seeds, (7, 8)):
+        assert text.startswith("up: dropout needs the same masks on all ranks along tensor, but the states of torch's")
+
+
+def test_dropout_in_one_process_is_that_of_the_input_and_survives_recomputation() -> None:
+    base, x = nn.Linear(4, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    layer = LoRA(base, 2, 6.0, dropout=0.5)
+    nn.init.normal_(layer.lora_B)
+    torch.manual_seed(1)
+    output = layer(x)
+    torch.manual_seed(1)
+    kept = torch.empty(5, 4, dtype=torch.bool).bernoulli_(0.5)
+    expected = base(x) + 3.0 * (x * kept / 0.5) @ layer.lora_A.t() @ layer.lora_B.t()
+    torch.testing.assert_close(output, expected, rtol=1e-14, atol=1e-14)
+    gradients = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(run(x).square().sum(), [layer.lora_A, layer.lora_B]))
+    assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
+    layer.eval()
+    torch.testing.assert_close(layer(x), base(x) + 3.0 * x @ layer.lora_A.t() @ layer.lora_B.t(), rtol=1e-14, atol=0)
+    with pytest.raises(ValueError, match=r"dropout=1\.0 must be at least 0 and below 1"):
+        LoRA(base, 2, 6.0, dropout=1.0)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Mesh topology, process groups, parameter layouts, parallel layers, launching and data loading."""
 
 from .adapters.declaration import declare_adapters, random_factors
+from .adapters.grouped_lora import GroupedLoRA
 from .adapters.lora import LoRA, add_lora
 from .adapters.peft_files import load_adapter, save_adapter
 from .data import ShardedDataLoader, prepare_dataloader
@@ -41,6 +42,7 @@ __all__ = [
     "Embedding2D",
     "Embedding2p5D",
     "Embedding3D",
+    "GroupedLoRA",
     "Launch",
     "LayerNorm1D",
     "LayerNorm2D",

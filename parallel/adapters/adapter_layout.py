@@ -135,6 +135,10 @@ class AdapterLayout:
         bias = getattr(base, "bias", None)
         return None if bias is None else local_tensor(bias)
 
+    def full_shapes(self, r: int) -> tuple[tuple[int, ...], ...]:
+        """Return the full shapes of A, B and the magnitudes of DoRA, for the rank ``r`` of the adapter."""
+        return (r, self.in_features), (self.out_features, r), (self.out_features,)
+
     def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
         """Return ``B @ A @ input``, sharded like ``output``.
 
@@ -514,7 +518,7 @@ def _shards(spec: P, topology: Topology, without: Axes) -> object:
             for part in spec.joint_dim_axes(dim)
             if (kept := [axis for axis in part if topology.size(axis) > 1 and axis not in without])
         ]
-        for dim in range(2)
+        for dim in range(3)
     ]
     return dims, spec.owned
 

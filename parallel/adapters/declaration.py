@@ -24,7 +24,17 @@ from ..mesh.agreement import gather_objects
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
-from .adapter_layout import AdapterLayout, ColumnLayout, RowLayout, check_specs, layout_of, mesh_axes_of, without_axes
+from .adapter_layout import (
+    AdapterLayout,
+    ColumnLayout,
+    RowLayout,
+    check_specs,
+    layout_of,
+    mesh_axes_of,
+    weight_spec,
+    without_axes,
+)
+from .grouped_lora import GroupedLoRA
 from .lora import LoRA
 
 _PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
@@ -44,6 +54,8 @@ class Adapter(NamedTuple):
         names: Names of the factors in the model, in the order A, B, magnitude.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
         key: PEFT's name of the adapter; None for other adapters.
+        layout: The layout of an adapter of meshstep; None for other adapters.
+        parameter: Name of the adapted parameter in ``base``, if it has several experts; None: "weight".
     """
 
     name: str
@@ -55,6 +67,8 @@ class Adapter(NamedTuple):
     names: tuple[str, ...]
     modules: tuple[nn.Module | None, nn.Module | None]
     key: str | None
+    layout: AdapterLayout | None = None
+    parameter: str | None = None
 
 
 def declare_adapters(
@@ -95,8 +109,7 @@ def declare_adapters(
     for adapter in adapters_of(model):
         layout = _layout(adapter, registry, sequence_parallel, expert_axes)
         _check_forward(adapter, layout)
-        r = adapter.first.size(0)  # of a DTensor, the global size
-        fulls = (r, layout.in_features), (layout.out_features, r), (layout.out_features,)
+        fulls = layout.full_shapes(adapter.second.size(-1))
         specs = layout.first, layout.second, layout.magnitude
         params = [param for param in (adapter.first, adapter.second, adapter.magnitude) if param is not None]
         for param, name, spec, full in zip(params, adapter.names, specs, fulls, strict=False):
@@ -147,7 +160,12 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
         if isinstance(module, LoRA):
             names = tuple(f"{prefix}{factor}" for factor in ("lora_A", "lora_B", "lora_magnitude_vector"))
             parts = module.lora_A, module.lora_B, module.lora_magnitude_vector
-            yield Adapter(name, module, module.base_layer, *parts, names, (None, None), None)
+            yield Adapter(name, module, module.base_layer, *parts, names, (None, None), None, module._layout)
+        elif isinstance(module, GroupedLoRA):
+            for each, layout in module._layouts.items():
+                names = f"{prefix}lora_A.{each}", f"{prefix}lora_B.{each}"
+                factors = module.lora_A[each], module.lora_B[each], None
+                yield Adapter(name, module, module.base_layer, *factors, names, (None, None), None, layout, each)
         elif _is_of_peft(module):
             yield from _peft_adapters(name, prefix, module)
         else:
@@ -241,8 +259,7 @@ def derived_specs(model: nn.Module) -> dict[str, P]:
     """Return the specs of the factors of all `LoRA` modules, derived from their base layers, by the factors' names."""
     found: dict[str, P] = {}
     for adapter in adapters_of(model):
-        if isinstance(adapter.module, LoRA):
-            layout = adapter.module._layout
+        if (layout := adapter.layout) is not None:
             found |= zip(adapter.names, (layout.first, layout.second, layout.magnitude), strict=False)
     return found
 
@@ -342,8 +359,10 @@ def registry_in(model: nn.Module) -> ProcessGroupRegistry:
 def _layout(
     adapter: Adapter, registry: ProcessGroupRegistry, sequence_parallel: bool | None, expert_axes: str | tuple[str, ...]
 ) -> AdapterLayout:
-    if isinstance(adapter.module, LoRA):
-        return adapter.module._layout
+    if adapter.layout is not None:
+        return adapter.layout
+    if hasattr(adapter.module, "parameter_name"):
+        return _layout_of_grouped(adapter, registry)
     name = f"{adapter.name}: the base layer" if adapter.name else "the base layer"
     layout = layout_of(adapter.base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
     conv = getattr(adapter.module, "fan_in_fan_out", False)
@@ -354,6 +373,23 @@ def _layout(
     if conv:
         layout = replace(layout, in_features=layout.out_features, out_features=layout.in_features)
     return layout
+
+
+def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
+    """Return the layout of PEFT's adapter of a parameter of several experts, which must be replicated.
+
+    Raises:
+        ValueError: The parameter is sharded.
+    """
+    module: Any = adapter.module
+    parameter = f"{adapter.name}.{module.parameter_name}"
+    spec = weight_spec(getattr(adapter.base, module.parameter_name), registry.topology, parameter)
+    if spec.sharded_axes and registry.size(*spec.sharded_axes) > 1:
+        raise ValueError(
+            f"{parameter} is {spec}, and PEFT's adapters of several experts in one parameter (target_parameters) do not "
+            "fit its shards; use add_lora of meshstep.parallel with the name of this parameter"
+        )
+    return AdapterLayout(registry, adapter.first.size(1), adapter.second.size(0), P(), P())
 
 
 def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:

@@ -29,6 +29,7 @@ from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
 from ..mesh.topology import Topology
 from .adapter_layout import AdapterLayout, check_specs, layout_of, weight_spec, without_axes
+from .grouped_lora import GroupedLoRA
 
 _NO_NAME = "the base layer"
 
@@ -312,8 +313,8 @@ def add_lora(
     *,
     seed: int = 0,
     **options: Any,
-) -> dict[str, LoRA]:
-    """Freeze a model, and replace layers in it by `LoRA` of these layers.
+) -> dict[str, LoRA | GroupedLoRA]:
+    """Freeze a model, and replace layers in it by `LoRA`, and modules of several experts by `GroupedLoRA`.
 
         adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
 
@@ -322,7 +323,8 @@ def add_lora(
 
     Args:
         model: The model. All its parameters are frozen.
-        targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names.
+        targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. If no layer
+            has such a name, names of parameters [experts, out, in], whose modules `GroupedLoRA` replaces.
         r, alpha, registry: As in `LoRA`.
         seed: Seed of the initial factors. Default: 0.
         **options: More arguments of `LoRA`, such as ``use_dora=True``.
@@ -334,11 +336,13 @@ def add_lora(
     Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]
-    modules = dict(model.named_modules())
+    modules, grouped = dict(model.named_modules()), _parameters_of_experts(model)
     found: dict[str, nn.Module] = {}
+    experts: dict[str, list[str]] = {}
     for target in wanted:
         matching = {name: module for name, module in modules.items() if name and _is_target(name, target)}
-        if not matching:
+        of_experts = [] if matching else [name for name in grouped if _is_target(name, target)]
+        if not matching and not of_experts:
             raise ValueError(
                 f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
                 f"{some([*filter(None, modules)])}"
@@ -346,14 +350,36 @@ def add_lora(
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
             raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")
         found.update(matching)
+        for name in of_experts:
+            module, _, parameter = name.rpartition(".")
+            if not module:
+                raise ValueError(
+                    f"target {target!r} is a parameter of the model itself, which add_lora does not replace; use "
+                    f"GroupedLoRA(model, [{parameter!r}], ...)"
+                )
+            experts.setdefault(module, []).append(parameter)
     model.requires_grad_(False)
-    adapters = {}
-    for name in (name for name in modules if name in found):
-        adapter = _seeded_lora(model, name, r, alpha, registry, seed, options)
+    adapters: dict[str, LoRA | GroupedLoRA] = {}
+    adapter: LoRA | GroupedLoRA
+    for name in (name for name in modules if name in found or name in experts):
+        if name in experts:
+            adapter = _grouped_lora(modules[name], name, experts[name], r, alpha, registry, seed, options)
+        else:
+            adapter = _seeded_lora(model, name, r, alpha, registry, seed, options)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, adapter)
         adapters[name] = adapter
     return adapters
+
+
+def _parameters_of_experts(model: nn.Module) -> list[str]:
+    """Return the names of all parameters of three dims that have no adapter yet."""
+    adapted = [f"{name}.base_layer" for name, module in model.named_modules() if isinstance(module, GroupedLoRA)]
+    return [
+        name
+        for name, param in model.named_parameters()
+        if param.dim() == 3 and "lora_" not in name and name.rpartition(".")[0] not in adapted
+    ]
 
 
 def _seeded_lora(
@@ -375,6 +401,27 @@ def _seeded_lora(
     seeds = [zlib.crc32(each.encode()) for each in names]
     generators = [torch.Generator(_device_of(base)).manual_seed(seed + number) for number in seeds]
     return LoRA(base, r, alpha, registry, **{"generator": generators, **options}, name=name)
+
+
+def _grouped_lora(
+    base: nn.Module,
+    name: str,
+    parameters: list[str],
+    r: int,
+    alpha: float,
+    registry: ProcessGroupRegistry | None,
+    seed: int,
+    options: dict[str, Any],
+) -> GroupedLoRA:
+    """Return the adapters of a module of several experts, with the options of `add_lora` that apply to it."""
+    for key in ("use_dora", "dropout"):
+        if options.get(key):
+            raise ValueError(
+                f"{name}: {key}={options[key]} is not supported on parameters of several experts; give their adapters in "
+                f"another call of add_lora, without {key}"
+            )
+    given = {key: value for key, value in options.items() if key in ("use_rslora", "expert_axes", "dtype")}
+    return GroupedLoRA(base, parameters, r, alpha, _registry_for(base, registry, name), seed=seed, name=name, **given)
 
 
 def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:

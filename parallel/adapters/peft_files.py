@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import some
 from .declaration import Adapter, adapters_of, derived_layout, registry_in, saved_modules
+from .grouped_lora import GroupedLayout, GroupedLoRA
 from .lora import LoRA, expert_names
 
 _PREFIX = "base_model.model."
@@ -39,11 +40,14 @@ class StoredParameter(NamedTuple):
         param: The parameter on this rank.
         spec: Its layout.
         keys: Names of the tensors. Several are the experts of several ranks, which are stacked along dim 0.
+        pack, unpack: Functions that convert the full tensor to the form in the file, and back.
     """
 
     param: Tensor
     spec: P
     keys: tuple[str, ...]
+    pack: Callable[[Tensor], Tensor] = torch.Tensor.detach
+    unpack: Callable[[Tensor], Tensor] = torch.Tensor.detach
 
 
 def save_adapter(
@@ -90,8 +94,8 @@ def save_adapter(
 
     save_file, params = on_all_ranks(prepare, registry)
     tensors = dict[str, Tensor]()
-    for param, spec, keys in params:
-        full = unshard(local_tensor(param), spec, registry).cpu()
+    for param, spec, keys, pack, _ in params:
+        full = pack(unshard(local_tensor(param), spec, registry).cpu())
         tensors.update(
             (key, part.clone(memory_format=torch.contiguous_format))
             for key, part in zip(keys, full.chunk(len(keys)), strict=True)
@@ -199,20 +203,61 @@ def _stored_parameters(
     There are several layers if each rank has other experts.
     """
     layout = derived_layout(adapter, registry)
+    if isinstance(layout, GroupedLayout):
+        return _stored_factors_of_experts(adapter, layout, registry)
     names = expert_names(model, adapter.name, registry.size(*layout.stacked) if layout.stacked else 1)
     if names is None:
         raise ValueError(
             f"{adapter.name} has different experts along {' x '.join(layout.stacked)}, but its name has no number of an "
             "expert; put the experts of a rank into an nn.ModuleList, or use save_checkpoint"
         )
-    names = [_without_prefix(name) for name in names]
+    stored = [_without_prefix(name) for name in names]
+    names = [_parameter_name(adapter, name) for name in stored]
     factors = ("lora_embedding_A", "lora_embedding_B") if layout.is_embedding else ("lora_A.weight", "lora_B.weight")
     params = (adapter.first, adapter.second, adapter.magnitude)
     return names, [
-        StoredParameter(param, spec_of(param, registry.topology), tuple(f"{_PREFIX}{name}.{factor}" for name in names))
+        StoredParameter(param, spec_of(param, registry.topology), tuple(f"{_PREFIX}{name}.{factor}" for name in stored))
         for factor, param in zip((*factors, "lora_magnitude_vector"), params, strict=True)
         if param is not None
     ]
+
+
+def _stored_factors_of_experts(
+    adapter: Adapter, layout: GroupedLayout, registry: ProcessGroupRegistry
+) -> tuple[list[str], list[StoredParameter]]:
+    """Return what `_stored_parameters` returns, for the adapters of a parameter of several experts.
+
+    PEFT nests one adapter per parameter around a module; the adapter of its last parameter is the outermost. A file has A
+    as [experts * r, in] and B as [out, r * experts], with the experts as the fastest index.
+    """
+    module, name, experts = adapter.module, _without_prefix(adapter.name), layout.experts
+    assert isinstance(module, GroupedLoRA)
+    assert adapter.parameter is not None
+    outer = len(module._layouts) - 1 - [*module._layouts].index(adapter.parameter)
+    prefix, r = f"{_PREFIX}{name}{'.base_layer' * outer}", module.r
+    specs = [spec_of(param, registry.topology) for param in (adapter.first, adapter.second)]
+    return [f"{name}.{adapter.parameter}"], [
+        StoredParameter(
+            adapter.first,
+            specs[0],
+            (f"{prefix}.lora_A.weight",),
+            lambda full: full.reshape(experts * r, -1),
+            lambda stored: stored.reshape(experts, -1, stored.size(-1)),
+        ),
+        StoredParameter(
+            adapter.second,
+            specs[1],
+            (f"{prefix}.lora_B.weight",),
+            lambda full: full.permute(1, 2, 0).reshape(full.size(1), -1),
+            lambda stored: stored.reshape(stored.size(0), -1, experts).permute(2, 0, 1),
+        ),
+    ]
+
+
+def _parameter_name(adapter: Adapter, name: str) -> str:
+    """Return the name of the adapted layer, or of the adapted parameter for PEFT's adapters of parameters."""
+    parameter = getattr(adapter.module, "parameter_name", None)
+    return name if parameter is None else f"{name.replace('.base_layer', '')}.{parameter}"
 
 
 def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
@@ -233,7 +278,7 @@ def _saved_parameters(model: nn.Module, key: str, registry: ProcessGroupRegistry
 
 def _settings_of(adapter: Adapter) -> Settings:
     module: Any = adapter.module
-    if isinstance(module, LoRA):
+    if isinstance(module, LoRA | GroupedLoRA):
         values = module.r, module.alpha, module.use_rslora, module.use_dora
         dropout = module.dropout
     elif adapter.key is not None:
@@ -243,7 +288,8 @@ def _settings_of(adapter: Adapter) -> Settings:
     else:
         r = adapter.first.size(0)
         values, dropout = (r, getattr(module, "alpha", r), False, False), 0.0
-    return {**dict(zip(_SETTINGS, values, strict=True)), "lora_dropout": dropout}
+    is_parameter = adapter.parameter is not None or hasattr(module, "parameter_name")
+    return {**dict(zip(_SETTINGS, values, strict=True)), "lora_dropout": dropout, "is_parameter": is_parameter}
 
 
 def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str | None) -> dict[str, Any]:
@@ -272,7 +318,8 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
             for name, values in settings.items()
             if values["lora_alpha"] != first["lora_alpha"]
         },
-        "target_modules": sorted(settings),
+        "target_modules": sorted(name for name, values in settings.items() if not values["is_parameter"]),
+        "target_parameters": sorted(name for name, values in settings.items() if values["is_parameter"]) or None,
         "modules_to_save": saved or None,
         "lora_dropout": first["lora_dropout"],
         "bias": "none",
@@ -301,8 +348,8 @@ def _part_of(
     stored: Mapping[str, Tensor], stored_param: StoredParameter, registry: ProcessGroupRegistry
 ) -> tuple[Tensor, Tensor]:
     """Return a parameter, and its shard of the tensors of a file."""
-    param, spec, keys = stored_param
-    full = torch.cat([stored[key] for key in keys])
+    param, spec, keys, _, unpack = stored_param
+    full = unpack(torch.cat([stored[key] for key in keys]))
     value = shard(full, spec, registry, uneven=True)
     if value.shape != local_tensor(param).shape:
         raise ValueError(

@@ -163,8 +163,9 @@ def test_lora_on_megatron_layers_trains_like_dense_lora(world: World, case: str,
     scaling = ALPHA / (math.sqrt(R) if adapters == RS else R)
     expected_norms, expected = world.run(1, reference, base, first, ranks, experts, scaling)[0]
     assert min(expected_norms) > MAX_NORM, "every step should clip"
+    tolerance = 1e-11 if "experts" in case else 1e-12  # the models of experts amplify rounding errors up to 2e-12
     for _, _, norms, weights in ours:
         assert weights.keys() == expected.keys()
-        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        assert norms == pytest.approx(expected_norms, rel=tolerance)
         for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+            torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance, msg=name)

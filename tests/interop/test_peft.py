@@ -16,6 +16,7 @@ from meshstep.parallel import (
     LoRA,
     add_lora,
     declare_adapters,
+    full_shape,
     load_adapter,
     registry_of,
     save_adapter,
@@ -360,3 +361,71 @@ def test_transformers_page_lora_recipe_trains_only_the_factors(
         assert len(names) == 2 * 4 * 2
         assert all("lora_" in name for name in names)
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+# Several experts in one parameter ---------------------------------------------------------------------------------------
+
+EXPERT_WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def experts_run(path: str, mesh: Mesh, start: str, end: str) -> tuple[list[float], Tensor]:
+    """Train adapters of the experts, and save them before and after. Return norms and logits."""
+    model = loaded(path, mesh)
+    with registry_of(model) as registry:
+        add_lora(model, EXPERT_WEIGHTS, R, ALPHA, registry)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                spec = spec_of(param, registry.topology)
+                full = randomized(full_shape(tuple(param.shape), spec, registry.topology), name)
+                param.data.copy_(shard(full, spec, registry))
+        save_adapter(start, model, registry)
+        norms, _ = run(model, registry, mesh)
+        save_adapter(end, model, registry)
+        return norms, logits_of(model)
+
+
+def peft_experts_run(path: str, folder: str) -> tuple[list[float], Weights]:
+    """Train the saved adapters in one process with PEFT; return norms and factors by PEFT's names."""
+    peft: Any = importlib.import_module("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that Transformers has renamed
+        model = peft.PeftModel.from_pretrained(loaded(path, None), folder, is_trainable=True)
+    optimizer, norms = adamw(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, tokens_of(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return norms, {name.replace(".default", ""): param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 2, 2), (2, 2, 2)], ids=["tp", "ep", "fsdp x ep"])
+def test_lora_on_experts_in_one_parameter_trains_like_peft(
+    world: World, saved: Callable[[str], str], tmp_path: Path, mesh: Mesh
+) -> None:
+    path, start, end = saved("qwen3_moe"), str(tmp_path / "start"), str(tmp_path / "end")
+    found = world.run(mesh[0] * mesh[1], experts_run, path, mesh, start, end)
+    expected_norms, expected = peft_experts_run(path, start)
+    assert min(expected_norms) > MAX_NORM, "every step should clip"
+    trained: Weights = importlib.import_module("safetensors.torch").load_file(f"{end}/adapter_model.safetensors")
+    assert len(trained) == 2 * 2 * 2
+    for name, weight in trained.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    logits = loaded_by_peft(path, end)
+    for norms, ours in found:
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        torch.testing.assert_close(ours, logits, rtol=1e-12, atol=1e-12)
+
+
+def peft_experts_declared(path: str, mesh: Mesh) -> str:
+    model = with_peft(loaded(path, mesh), [], target_parameters=EXPERT_WEIGHTS)
+    with registry_of(model) as registry, pytest.raises(ValueError, match=r".") as error:
+        declare_adapters(model, registry)
+    return str(error.value)
+
+
+def test_peft_on_sharded_experts_in_one_parameter_is_named(world: World, saved: Callable[[str], str]) -> None:
+    """With tensor or expert parallelism, PEFT's constructor itself raises an error."""
+    for text in world.run(2, peft_experts_declared, saved("qwen3_moe"), (2, 1)):
+        assert "experts.down_proj is P(" in text
+        assert text.endswith("use add_lora of meshstep.parallel with the name of this parameter")

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_models import ALPHA, MAX_NORM, R, Weights, optimizer_of
+from lora_models import ALPHA, LR, MAX_NORM, R, Weights, optimizer_of
+from meshstep.optim import load_checkpoint, save_checkpoint
 from meshstep.parallel import (
+    GroupedLoRA,
     LoRA,
     P,
     ProcessGroupRegistry,
     Topology,
     add_lora,
+    annotate,
     copy_to,
     declare,
+    declare_adapters,
     load_adapter,
     reduce_from,
     save_adapter,
+    shard,
     spec_of,
     unshard,
 )
+from meshstep.testing import Proof, prove
 from torch import Tensor, nn
 from world import World
 
@@ -67,7 +76,7 @@ class Experts(nn.Module):
         return output if self.registry is None else reduce_from(output, self.registry, "expert")
 
 
-def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     result: Tensor = (model(x) - torch.ones(WIDTH, dtype=torch.float64)).square().mean()
     return result
@@ -186,3 +195,214 @@ def test_expert_without_number_in_its_name_is_an_error(world: World, tmp_path: P
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     for text in world.run(2, saved_without_list, str(tmp_path)):
         assert text.startswith("0 has different experts along expert, but its name has no number of an expert; put")
+
+
+# Several experts in one parameter ---------------------------------------------------------------------------------------
+
+GROUPED: dict[str, tuple[dict[str, int], dict[str, P]]] = {
+    "single": ({}, {"up": P(), "down": P()}),
+    "expert": ({"expert": 4}, {"up": P("expert"), "down": P("expert")}),
+    "tensor": ({"tensor": 2}, {"up": P(None, "tensor"), "down": P(None, None, "tensor")}),
+    "expert and tensor": (
+        {"expert": 2, "tensor": 2},
+        {"up": P("expert", "tensor"), "down": P("expert", None, "tensor")},
+    ),
+}
+
+
+class Grouped(nn.Module):
+    """Parameters of all experts: [experts, out, in], or [experts, in, out] if ``is_transposed``."""
+
+    def __init__(self, specs: dict[str, P], registry: ProcessGroupRegistry, is_transposed: bool) -> None:
+        super().__init__()
+        self.registry, self.is_transposed = registry, is_transposed
+        self.axes = tuple(axis for axis in ("expert", "tensor") if axis in registry.topology.axes)
+        generator = torch.Generator().manual_seed(8)
+        for name, sizes in (("up", (EXPERTS, 8, WIDTH)), ("down", (EXPERTS, WIDTH, 8))):
+            full = torch.randn(sizes, dtype=torch.float64, generator=generator)
+            dims = [specs[name].dim_axes(dim) for dim in (0, 1, 2)]
+            spec = P(dims[0], dims[2], dims[1]) if is_transposed else specs[name]
+            param = nn.Parameter(shard(full.transpose(1, 2) if is_transposed else full, spec, registry))
+            self.register_parameter(name, param)
+            annotate(param, spec, name)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        up, down = (each.transpose(1, 2) if self.is_transposed else each for each in (self.up, self.down))
+        if self.axes:
+            x, scores = (copy_to(tensor, self.registry, *self.axes) for tensor in (x, scores))
+        if "expert" in self.axes:
+            scores = scores.narrow(1, self.registry.rank("expert") * len(up), len(up))
+        hidden = torch.tanh(torch.einsum("bi,eoi->ebo", x, up))
+        output = torch.einsum("be,ebh,eoh->bo", scores, hidden, down)
+        return reduce_from(output, self.registry, *self.axes) if self.axes else output
+
+
+class GroupedModel(nn.Module):
+    def __init__(self, layout: str, registry: ProcessGroupRegistry, is_transposed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.router = nn.Linear(WIDTH, EXPERTS, dtype=torch.float64)
+        self.experts: Any = Grouped(GROUPED[layout][1], registry, is_transposed)
+        declare(self, {"*": P()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.experts(x, self.router(x).softmax(-1))
+        return output
+
+
+def grouped_registry(layout: str) -> ProcessGroupRegistry:
+    sizes: dict[str, Any] = GROUPED[layout][0]
+    return ProcessGroupRegistry(Topology(**sizes, roles={"expert": "model"} if "expert" in sizes else {}))
+
+
+def grouped_model(layout: str, registry: ProcessGroupRegistry, zero: bool = False, **options: Any) -> GroupedModel:
+    model = GroupedModel(layout, registry, options.pop("is_transposed", False))
+    add_lora(model, ["experts.up", "experts.down"], R, ALPHA, registry, **options)
+    if not zero:
+        for name, b in model.experts.lora_B.items():
+            full = (EXPERTS, WIDTH if name == "down" else 8, R)
+            values = 0.3 * torch.randn(full, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name)))
+            b.data.copy_(shard(values, spec_of(b), registry))
+    return model
+
+
+def grouped_weights(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
+    return {
+        name: unshard(param.detach(), spec_of(param), registry)
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+
+
+def grouped_run(
+    layout: str, options: dict[str, Any], start: int = 0, steps: int = STEPS, folder: str = ""
+) -> tuple[Weights, list[float], Weights]:
+    with grouped_registry(layout) as registry:
+        model = grouped_model(layout, registry, **options)
+        first, optimizer, norms = grouped_weights(model, registry), optimizer_of(model, registry), []
+        if start:
+            load_checkpoint(folder, model, optimizer)
+        for step in range(start, start + steps):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, step))
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+        if folder and not start:
+            save_checkpoint(folder, model, optimizer)
+        return first, norms, grouped_weights(model, registry)
+
+
+def grouped_reference(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights]:
+    """Train the dense model, to whose weights the products of the factors are added."""
+    factors = {name: value.clone().requires_grad_() for name, value in first.items()}
+    scaling = ALPHA / R**0.5 if options.get("use_rslora") else ALPHA / R
+    optimizer, norms = torch.optim.AdamW([*factors.values()], lr=LR, weight_decay=0.1), []
+    is_transposed = options.get("is_transposed", False)
+    with ProcessGroupRegistry(Topology()) as registry:
+        dense = GroupedModel("single", registry, is_transposed)
+        for step in range(STEPS):
+            weights = {}
+            for name in ("up", "down"):
+                change = scaling * factors[f"experts.lora_B.{name}"] @ factors[f"experts.lora_A.{name}"]
+                change = change.transpose(1, 2) if is_transposed else change
+                weights[f"experts.{name}"] = dense.experts.get_parameter(name).detach() + change
+            optimizer.zero_grad()
+            loss_of(lambda x: torch.func.functional_call(dense, weights, (x,)), step).backward()  # noqa: B023
+            norms.append(float(nn.utils.clip_grad_norm_(factors.values(), MAX_NORM)))
+            optimizer.step()
+    return norms, {name: value.detach() for name, value in factors.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"is_transposed": True}], ids=["LoRA", "rsLoRA", "in-out"]
+)
+@pytest.mark.parametrize("layout", ["expert", "tensor", "expert and tensor"])
+def test_lora_on_experts_in_one_parameter_trains_like_dense_lora(
+    world: World, layout: str, options: dict[str, Any]
+) -> None:
+    ranks = math.prod(GROUPED[layout][0].values())
+    for first, norms, weights in world.run(ranks, grouped_run, layout, options):
+        expected_norms, expected = grouped_reference(first, options)
+        assert min(expected_norms) > MAX_NORM, "every step should clip"
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_training_of_experts_in_one_parameter_continues_on_another_layout(world: World, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    first, norms, _ = world.run(4, grouped_run, "expert and tensor", {}, 0, 5, folder)[0]
+    _, more, weights = world.run(4, grouped_run, "expert", {}, 5, 5, folder)[0]
+    expected_norms, expected = grouped_reference(first, {})
+    assert [*norms, *more] == pytest.approx(expected_norms, rel=1e-12)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def grouped_checks(folder: str) -> tuple[dict[str, P], Weights, Proof, list[Weights], str]:
+    """Return specs and start of the factors, their proof, the weights before, while and after a merge, and an error."""
+    with grouped_registry("expert and tensor") as registry:
+        model = grouped_model("expert and tensor", registry, zero=True)
+        start, specs = grouped_weights(model, registry), declare_adapters(model, registry)
+        model = grouped_model("expert and tensor", registry)
+        proof = prove(model, loss_of, registry)
+        if importlib.util.find_spec("safetensors"):
+            save_adapter(folder, model, registry)
+        states = []
+        for change in (model.experts.merge, model.experts.unmerge, lambda: None):
+            weights = model.experts.base_layer.named_parameters()
+            states.append({name: unshard(param.detach(), spec_of(param), registry) for name, param in weights})
+            change()
+        declare(model, {"experts.lora_A.up": P("expert", "tensor")})
+        with pytest.raises(ValueError, match=r".") as error:
+            model.experts.merge()
+        return specs, start, proof, states, str(error.value)
+
+
+def grouped_loaded(layout: str, folder: str) -> Weights:
+    with grouped_registry(layout) as registry:
+        model = grouped_model(layout, registry, zero=True)
+        load_adapter(folder, model, registry)
+        return grouped_weights(model, registry)
+
+
+def test_adapters_of_experts_in_one_parameter_are_proved_merged_and_saved(world: World, tmp_path: Path) -> None:
+    folder = str(tmp_path / "adapter")
+    with ProcessGroupRegistry(Topology()) as registry:
+        single = grouped_weights(grouped_model("single", registry, zero=True), registry)
+        factors = grouped_weights(grouped_model("single", registry), registry)
+    for specs, start, proof, (before, during, after), error in world.run(4, grouped_checks, folder):
+        assert specs == {
+            "experts.lora_A.up": P("expert", partial="tensor"),
+            "experts.lora_B.up": P("expert", "tensor"),
+            "experts.lora_A.down": P("expert", None, "tensor"),
+            "experts.lora_B.down": P("expert", partial="tensor"),
+        }
+        assert all(torch.equal(start[name], value) for name, value in single.items())
+        assert {*proof.proved} == {*specs}, proof
+        assert proof.is_correct, proof
+        for name in ("up", "down"):
+            dense = before[name] + ALPHA / R * factors[f"experts.lora_B.{name}"] @ factors[f"experts.lora_A.{name}"]
+            torch.testing.assert_close(during[name], dense, rtol=2.3e-16, atol=1e-15)
+            torch.testing.assert_close(after[name], before[name], rtol=5e-16, atol=2e-15)
+        assert error.startswith(
+            "experts.lora_A.up is declared P('expert', 'tensor'), but beside its base layer it must be"
+        )
+    pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
+    for layout in ("single", "tensor"):
+        for found in world.run(math.prod(GROUPED[layout][0].values()), grouped_loaded, layout, folder):
+            assert all(torch.equal(found[name], value) for name, value in factors.items())
+
+
+def test_unsupported_options_of_experts_in_one_parameter_are_errors() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        for key, value in (("use_dora", True), ("dropout", 0.1)):
+            options: Any = {key: value}
+            with pytest.raises(ValueError, match=f"experts: {key}={value} is not supported on parameters of several"):
+                add_lora(GroupedModel("single", registry), "experts.up", R, ALPHA, registry, **options)
+        with pytest.raises(ValueError, match="target 'up' is a parameter of the model itself"):
+            add_lora(GroupedModel("single", registry).experts, "up", R, ALPHA, registry)
+        with pytest.raises(ValueError, match=r"experts\.bias: Grouped has no parameter of this name"):
+            GroupedLoRA(GroupedModel("single", registry).experts, ["bias"], R, ALPHA, registry, name="experts")

@@ -74,11 +74,18 @@ RECORDED = (
     "    with Recorder(optimizer, name):\n"
     "        optimizer.backward(model(x).square().mean()); optimizer.step()"
 )
+EXPERTS = (
+    "experts = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 4, 4)) for name in ('up', 'down')})\n"
+    "model.experts = experts"
+)
 SETUP = {
     "random_factors": "from meshstep.parallel.interop.audit import audit\n"
     "loss_of = lambda model: model(x).square().mean()",
     "LoRA.merge": "model.up = LoRA(model.up, r=2, alpha=4)",
     "LoRA.unmerge": "model.up = LoRA(model.up, r=2, alpha=4)",
+    "GroupedLoRA": EXPERTS,
+    "GroupedLoRA.merge": f"{EXPERTS}; model.experts = GroupedLoRA(experts, ['up'], r=2, alpha=4, registry=registry)",
+    "GroupedLoRA.unmerge": f"{EXPERTS}; model.experts = GroupedLoRA(experts, ['up'], r=2, alpha=4, registry=registry)",
     "Classifier2D": "embedding = Embedding2D(32000, 512, registry)\n"
     "hidden = torch.randn(4, 512); target = torch.randint(32000, (4,))",
     "Classifier3D": "hidden = torch.randn(4, 64); target = torch.randint(32000, (4,))",

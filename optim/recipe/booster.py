@@ -408,7 +408,7 @@ class Booster(Saving, Generic[Stats_co]):
                 "fsdp"    torch's fully_shard shards parameters, gradients and states, and averages the gradients
 
         max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None: no
-            clipping, except by the optimizer's ``clip_grad_by_norm``. Default: None.
+            clipping, except by the optimizer's ``clip_grad_by_norm`` and ``clip_grad_by_value``. Default: None.
         accumulation_steps: Number of micro-batches per optimizer step. With n > 1, call the optimizer's `step` after
             every micro-batch; it updates the weights in every n-th call. Default 1: each call of `step` updates the
             weights, with the gradients of all micro-batches since the previous step (of one with ``sum_order="fixed"``).

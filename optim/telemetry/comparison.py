@@ -27,8 +27,8 @@ class RunComparison:
         verdict: "equal" (all hashes are equal), "rounding only" or "different".
         steps: Numbers of the steps that were compared.
         difference: The first difference beyond rounding. None: there is none.
-        largest: Largest relative distance by quantity, over the compared steps before the difference. Gradients are
-            relative to the larger one of the parameter's norm and 1% of the global norm.
+        largest: Largest relative distance that was accepted as rounding, by quantity. Gradients are relative to the
+            larger one of the parameter's norm and 1% of the global norm.
         notes: Facts that may explain a difference, such as other seeds.
     """
 

@@ -3,8 +3,9 @@
     with Recorder(optimizer, "run.jsonl", every=100):
         train()
 
-The first line of the file describes the run: its topology, and the layout of every parameter. Each later line is one
-recorded step. ``python -m meshstep.optim compare`` compares two files, which may come from different layouts.
+The first line of the file describes the run: its topology, and the layout of every parameter. Such a line is written again
+after a load or an `add_param_group`. Each other line is one recorded step. ``python -m meshstep.optim compare`` compares
+two files, which may come from different layouts.
 
 A recorded step sums these numbers over all ranks, in one all-reduce:
 

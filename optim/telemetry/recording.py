@@ -113,7 +113,8 @@ def read_recording(path: str | PathLike[str]) -> dict[int, RecordedStep]:
 
     Raises:
         OSError: The file can't be read.
-        ValueError: A line is not from a `Recorder`, except an incomplete last line; or there is no step.
+        ValueError: A line is not from a `Recorder`, except an incomplete last line; the `Recorder` was of another
+            version; or there is no step.
     """
     steps: dict[int, RecordedStep] = {}
     run: dict[str, Any] | None = None

@@ -66,8 +66,10 @@ def compute_dtype(step: RecordedStep, name: str) -> str:
 
 
 def distance(a: Figures, b: Figures) -> float:
-    """Return the estimated norm of the difference of two tensors. It is 0 if their hashes are equal or both are
-    non-finite, and inf if only one is non-finite."""
+    """Return the estimated norm of the difference of two tensors.
+
+    It is 0 if their hashes are equal or both are non-finite, and inf if only one is non-finite.
+    """
     if a.hash is not None and a.hash == b.hash:
         return 0.0
     if not (a.is_finite and b.is_finite):
@@ -87,7 +89,10 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
-    """Return r if ``b`` is r times ``a`` within a relative tolerance; None if it is not a multiple."""
+    """Return r if ``b`` is r times ``a`` within a relative tolerance; None if it is not a multiple.
+
+    If a sketch is not known, r is the ratio of the norms.
+    """
     if not (a.is_finite and b.is_finite and a.norm and b.norm):
         return None
     if not a.sketch or not b.sketch:

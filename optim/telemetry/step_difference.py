@@ -10,7 +10,7 @@ estimated from norms and sketches (`rounding.distance`), and is accepted up to t
     update    (f(largest accepted relative distance of the gradient) + 10 d_w) * |dw| + 2 eps |w|
 
 Optimizers such as Adam divide by the size of an element's gradient. If the gradient of an element is rounding only, its
-update may differ completely. So f(d) is ``3 sqrt(d)``, and ``3 d`` for plain SGD, but at least the tolerance.
+update may differ completely. So f(d) is ``3 sqrt(d)``, and ``3 d`` for SGD, but at least the tolerance.
 If the first compared step is not step 1, the updates before it are not recorded, and its limit for a weight is larger by
 ``tolerance * |w|``.
 """

@@ -96,7 +96,7 @@ class Accepted:
         last_update: By parameter, the accepted distance of the last compared update.
         noise: By parameter, the largest accepted relative distance of its gradient.
         largest: The largest relative distance by quantity.
-        equal: False if a hash differed.
+        equal: False if a hash differed or was not known.
         last_step: Number of the last compared step; 0 before the first one.
         is_first: True until the first compared step is accepted.
     """

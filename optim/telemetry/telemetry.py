@@ -513,9 +513,9 @@ class Telemetry(StepObserver):
     * ``grad_zeros``: Fraction of the trainable elements whose gradient is 0 or missing.
     * ``grad_underflow``: Fraction of the trainable elements whose stored gradient is smaller in absolute value than
       2^-14, the smallest normal number of float16. Zeros are included. The stored gradient is multiplied by the loss
-      scale, averaged over data ranks, and summed over the accumulation window. In fp16, the fraction shows how many
-      elements are too small despite the loss scale. In other modes, it shows how many elements would be too small in
-      fp16 without a loss scale.
+      scale, averaged over data ranks (with ``sum_order="fixed"`` summed), and summed over the accumulation window. In
+      fp16, the fraction shows how many elements are too small despite the loss scale. In other modes, it shows how
+      many elements would be too small in fp16 without a loss scale.
 
     These figures have no labels:
 

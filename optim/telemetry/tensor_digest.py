@@ -6,8 +6,9 @@ ranks give the digest of the full tensor:
     hash      = sum of bits(x_i) * r_i  modulo 2^64                 r_i: a fixed odd 64-bit number per index
     sketch[b] = sum of s_i * x_i  over the elements with b_i = b    s_i: a fixed sign; b_i: one of `BUCKETS` buckets
 
-Equal elements give equal hashes in every layout. One element that differs always changes the hash; other differences cancel
-about once in 2^32. The bits are those of the element as float32, or as float64 for float64 tensors.
+Equal elements give equal hashes in every layout. If a single element of a tensor that is not float64 differs, the hash
+differs; other differences cancel about once in 2^32. The bits are those of the element as float32, or as float64 for
+float64 tensors.
 
 The sketch is linear: the squared length of the difference of two sketches is an unbiased estimate of ``|x - y|^2``, with a
 relative standard deviation of ``sqrt(2 / BUCKETS)``. It therefore shows whether two tensors are multiples of each other, or
@@ -111,6 +112,9 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
 
     A row has the elements at one index of the first dim, in all tensors. The sum does not depend on the order of the rows,
     nor on how they are distributed over ranks and micro-batches.
+
+    Raises:
+        ValueError: ``tensors`` is empty.
 
     Host synchronization: none.
     """

@@ -57,7 +57,8 @@ class LoRA(nn.Module):
             shard. So this generator must have the same state along the model axes. Ids of embeddings are not dropped.
             Default: 0, no dropout.
         sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
-            this name of the base layer, or else False. Default: None.
+            this name of the base layer (of Megatron's embeddings ``reduce_scatter_embeddings``), or else False. Default:
+            None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
         generator: Random generator for A, in the same state on all ranks, or one per rank along ``expert_axes``. None:
             torch's default generator.
@@ -72,9 +73,12 @@ class LoRA(nn.Module):
 
     Shapes: input and output as in the base layer. If it returns a tuple, the first tensor is adapted.
     Raises:
-        ValueError: ``r`` is not positive; or the layer is not supported or not declared.
+        ValueError: ``r`` is not a positive integer; the layer is not supported or not declared; or ``registry`` is None,
+            there are several ranks, and the layer is not one of meshstep.
+        TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
-    vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`.
+    vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`. With DoRA,
+    also those of the norms of the weight's rows, in the constructor and in every forward.
     Host synchronization: none in forward and backward.
     """
 
@@ -245,7 +249,7 @@ class LoRA(nn.Module):
 
             model.up.unmerge()
 
-        Collectives, host synchronization: as in `merge`.
+        Errors, collectives, host synchronization: as in `merge`.
         """
         if not self.is_merged:
             return

@@ -66,7 +66,7 @@ class Case:
         return self.params[index].spec.holds(self.topology.coordinate(rank), self.topology)
 
     def piece(self, index: int, rank: int) -> Tensor:
-        """Return the shard of the gradient that ``rank`` holds, split like torch.chunk; some shards are empty."""
+        """Return the shard of the gradient that ``rank`` holds, split like torch.chunk; it may be empty."""
         full = self.full_gradient(index, self.stage_of(rank))
         return slice_of(full, self.params[index].spec, self.topology, rank)
 

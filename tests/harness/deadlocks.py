@@ -32,7 +32,7 @@ def lazy(programs: Sequence[Program]) -> str | None:
 def serial(programs: Sequence[Program]) -> str | None:
     """Model a device that runs one collective at a time over all groups, in the order in which they were started.
 
-    Otherwise as in `eager`; destroying a group is a rendezvous too.
+    The result is as in `eager`. Destroying a group is a rendezvous, but creating a group is not.
     """
     return stuck([of_kind(program, "collective", "destroy") for program in programs])
 

@@ -48,7 +48,7 @@ def threshold(given: object, steps: int) -> float:
 
 
 class DenseRule:
-    """The reference implementation of any clip rule.
+    """The reference implementation of a clip rule, or of no rule (None).
 
     Attributes:
         state: The values that the rule keeps between steps.

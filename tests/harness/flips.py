@@ -117,7 +117,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model in a layout whose replicas are checked every `EVERY` steps; ``step`` runs one step."""
+    """A model in a layout, whose replicas are checked every ``every`` steps, or in the first step only if it is None."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ MAKES: dict[str, Callable[..., HomeOptimizer]] = {"soap": soap, "shampoo": shamp
 
 
 def unbound(kind: str) -> Callable[..., HomeOptimizer]:
-    """Return the optimizer without its binding to the mesh: it wrongly treats every shard as a full matrix."""
+    """Return a constructor of the optimizer without its binding to the mesh, which treats shards as full matrices."""
     return {"soap": bare_soap, "shampoo": bare_shampoo, "adafactor": bare_adafactor}[kind]
 
 

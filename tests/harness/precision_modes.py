@@ -1,5 +1,4 @@
-"""Every precision mode with a model of `scenarios` and its ParallelOptimizer, and all tensors that a step may
-change."""
+"""Precision modes with a model of `scenarios` and its ParallelOptimizer, and all tensors that a step may change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Randomly drawn models and steps on a random mesh, to check the order of collectives: every layer, gradients missing
-on some ranks, replicated and sharded states, reduction in the step and during backward, norms, checks, checkpoints.
+"""Randomly drawn models and steps on a random mesh, to check the order of collectives.
+
+The programs have 1-D and 2-D layers, gradients missing on some ranks, replicated and sharded states, reduction in the
+step and during backward, norms, checks and checkpoints.
 
 Each pipeline stage has its own layers and works independently; communication between stages is not the library's task.
 """

@@ -1,4 +1,4 @@
-"""Small models in every layout, each with its dense function; trained by ParallelOptimizer and by torch."""
+"""Small models in several layouts, each with its dense function; trained by ParallelOptimizer and by torch."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOpt
 
 
 def dense_loss(scenario: Scenario, params: Full, ids: Tensor) -> Tensor:
-    """Return the loss of the whole batch, or of half of it if one of two data ranks is idle."""
+    """Return the loss of the whole batch, or half of this loss if one of two data ranks is idle."""
     loss = scenario.dense(params, ids)
     return loss / 2 if scenario.kind == "idle" else loss
 

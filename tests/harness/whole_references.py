@@ -1,7 +1,6 @@
 """Plain reference optimizers on full tensors: unsharded, one tensor after another, in one process.
 
-Each function makes one step for a list of parameters, in place; ``states`` has a dictionary per parameter, empty at
-    first.
+Each function makes one step for a list of parameters, in place. ``states`` has a dictionary per parameter, empty at first.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class Experiment:
     """Number of steps, and the registry.
 
     Raises:
-        ValueError: The topology has an axis that is not a data axis, or more ranks than the batch can be divided into.
+        ValueError: The topology has an axis that is not a data axis, or the batch can't be divided equally over its ranks
+            and micro-batches.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:

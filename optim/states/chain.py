@@ -505,8 +505,9 @@ class StepObserver:
                 self.seconds = time.perf_counter() - start
 
     Subclasses override the methods that they need. In each step the optimizer calls `local_grads`, `reduced_grads` and
-    `update` on every rank, in this order. An observer that was added on all ranks may therefore use collectives. It
-    must not change gradients, weights or the request.
+    `update` on every rank, in this order; a step that raises an error may omit the later calls, on all ranks alike. An
+    observer that was added on all ranks may therefore use collectives. It must not change gradients, weights or the
+    request.
     """
 
     def not_captured(self) -> str | None:
@@ -844,7 +845,8 @@ class TransformChain:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
         None: there is no such parameter. Only writes that change neither the tensor's version counter nor its memory are
-        found, such as in-place writes through ``.data``. After any other write, the next step uses the written values.
+        found, such as in-place writes through ``.data``. After any other write, the next step uses the written values or
+        raises an error.
 
         Host synchronization: a few per tensor that has a copy.
         """

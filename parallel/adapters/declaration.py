@@ -49,7 +49,8 @@ class Adapter(NamedTuple):
         name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
         module: This module.
         base: The base layer.
-        first, second: The factors A and B, in the shapes [r, in] and [out, r].
+        first, second: The factors A and B, in the shapes [r, in] and [out, r]; of several experts in one parameter, in the
+            shapes of `GroupedLoRA`.
         magnitude: DoRA's magnitudes; None without DoRA.
         names: Names of the factors in the model, in the order A, B, magnitude.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
@@ -80,9 +81,9 @@ def declare_adapters(
 ) -> dict[str, P]:
     """Declare the layout of every adapter in a model, derived from the layout of its base layer.
 
-    It finds LoRA layers of PEFT (also rsLoRA, DoRA, and ``modules_to_save``), `LoRA` modules, and modules of your own that
-    have two parameters or linear layers ``A`` and ``B`` (or ``a`` and ``b``, ``lora_a`` and ``lora_b``) and one other layer
-    with a weight.
+    It finds LoRA layers of PEFT (also rsLoRA, DoRA, and ``modules_to_save``), `LoRA` and `GroupedLoRA` modules, and modules
+    of your own that have two parameters or linear layers ``A`` and ``B`` (or ``a`` and ``b``, ``lora_a`` and ``lora_b``)
+    and one other layer with a weight.
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"]))
         declare_adapters(model)
@@ -256,7 +257,7 @@ def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def derived_specs(model: nn.Module) -> dict[str, P]:
-    """Return the specs of the factors of all `LoRA` modules, derived from their base layers, by the factors' names."""
+    """Return the specs, derived from the base layers, of the factors of all `LoRA` and `GroupedLoRA` modules by name."""
     found: dict[str, P] = {}
     for adapter in adapters_of(model):
         if (layout := adapter.layout) is not None:

@@ -73,13 +73,15 @@ class LoRA(nn.Module):
 
     Shapes: input and output as in the base layer. If it returns a tuple, the first tensor is adapted.
     Raises:
-        ValueError: ``r`` is not a positive integer; the layer is not supported or not declared; or ``registry`` is None,
-            there are several ranks, and the layer is not one of meshstep.
+        ValueError: ``r`` is not a positive integer; ``dropout`` is out of range; the layer is not supported or not
+            declared; or ``registry`` is None, there are several ranks, and the layer is not one of meshstep. In the first
+            forward with dropout: the states of torch's default generator differ along the model axes.
         TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
     vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`. With DoRA,
-    also those of the norms of the weight's rows, in the constructor and in every forward.
-    Host synchronization: none in forward and backward.
+    also those of the norms of the weight's rows, in the constructor and in every forward. In the first forward with
+    dropout, also an all-reduce over the model axes.
+    Host synchronization: none in forward and backward, except one in the first forward with dropout.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class LoRA(nn.Module):
 
             model.up.unmerge()
 
-        Errors, collectives, host synchronization: as in `merge`.
+        Raises, collectives, host synchronization: as in `merge`.
         """
         if not self.is_merged:
             return
@@ -333,10 +335,10 @@ def add_lora(
         seed: Seed of the initial factors. Default: 0.
         **options: More arguments of `LoRA`, such as ``use_dora=True``.
     Returns:
-        The adapters by the full names of their layers.
+        The adapters by the full names of the modules that they replace.
     Raises:
-        ValueError: A target is the name of no layer, or of a layer that has an adapter; then the model is unchanged. Or as
-            in `LoRA`.
+        ValueError: A target is the name of no layer and no parameter of experts, or of a layer that has an adapter; then
+            the model is unchanged. Or as in `LoRA` and `GroupedLoRA`.
     Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]

@@ -120,7 +120,7 @@ class LAMB(WholeOptimizer):
 
 
 LATE = 1e9
-"""A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-8."""
+"""A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-7."""
 
 
 def _is_adapted(slot: Slot) -> bool:

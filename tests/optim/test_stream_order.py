@@ -351,7 +351,8 @@ def test_planted_defect_of_step_counts_is_found(
 def test_planted_defect_of_host_decision_is_found(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a step, an offloaded bucket waits for its gradients, which arrive after the decision."""
+    """The test makes the copy alone: in a step, an offloaded bucket also waits for its gradients, which arrive after the
+    decision, so that the defects have no effect."""
 
     def findings() -> list[str]:
         with simulated_cuda() as simulation:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies draw valid layouts, and a user's property test with them takes ten lines."""
+"""Hypothesis strategies draw valid layouts, and a user's property test with them takes few lines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_shapes_and_dtypes_strategies_respect_their_limits(shape: tuple[int, ...
 COMPLETE: tuple[Kind, ...] = ("sharded", "owned", "diagonal")  # gradients of these kinds need no reduction first
 
 
-# A user's property test: it starts here and has ten lines ...
+# A user's property test starts here ...
 def norm_of_pieces(layout: Layout, scale: float) -> float:
     with ProcessGroupRegistry(layout.topology) as registry:
         piece = nn.Parameter(shard(full_gradient(layout, scale), layout.spec, registry))

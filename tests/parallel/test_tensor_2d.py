@@ -355,7 +355,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("topology", RECTANGLES, ids=repr)
-@pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # 7 and 11 are divisible by no axis size
+@pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # 7 and 11 are divisible by no axis size above 1
 def test_2d_layers_match_dense_on_other_grids_and_with_uneven_shards(
     world: World, topology: Topology, dims: tuple[int, int]
 ) -> None:

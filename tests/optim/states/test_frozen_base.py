@@ -48,7 +48,7 @@ def added_bytes_once(how: str, mode: str, frozen: bool, declared: bool) -> tuple
     Args:
         how: The key of the options.
         mode: The precision mode.
-        frozen: True: the torch optimizer is given the frozen parameters too. They are trained if it is False.
+        frozen: True: the base's parameters are frozen. False: they are trained. The optimizer is given them either way.
         declared: True: the base's parameters have specs.
     """
     precision: Any = Bf16(split_masters=True) if mode == "split" else mode

@@ -1,7 +1,7 @@
 """Run all GPU tests and benchmarks in at most nine minutes, and print a summary.
 
 python -m tests.gpu --all                        on one or several GPUs
-python -m tests.gpu --all --device cpu           a rehearsal on the CPU, with smaller sizes and without a limit
+python -m tests.gpu --all --device cpu           a rehearsal on the CPU with smaller sizes, at most two hours
 
 It needs torch, einops and pytest, no installation and no network. Other arguments go to pytest. The log of each phase and
 the summary are written to ``--out``, by default to the folder in the environment variable OUT, or to a new folder.
@@ -141,7 +141,8 @@ def run(device: str, more: Sequence[str], folder: Path) -> int:
 
 
 def has_triton(phase: Phase) -> bool:
-    """Return True if the tests of the Triton kernels passed. A wrong kernel could end the benchmark's process."""
+    """Return True if the phase with the tests of the Triton kernels passed, or had no tests. A wrong kernel could end
+    the benchmark's process."""
     return not re.search(r"test_gpu_triton\S* (FAILED|ERROR)", phase.text) and phase.result in ("passed", "no tests")
 
 
@@ -156,7 +157,7 @@ def gpu_names() -> list[str]:
 
 
 def summary(phases: Sequence[Phase], gpus: Sequence[str], took: float) -> str:
-    """Return the versions, a table of the phases, the benchmark's tables, and the distinct errors."""
+    """Return the versions, a table of the phases, the benchmark's tables, failed tests, and the most frequent errors."""
     lines = [
         "# Summary",
         "",

@@ -259,9 +259,8 @@ class Fp8(Precision):
         names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_UNSUPPORTED))]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
-                    f"exclude={pattern!r} matches no linear layer; choose from {', '.join(names[:10]) or 'none'}"
-                )
+                write = f"choose from {', '.join(names[:10])}" if names else "the model has none, so leave exclude out"
+                raise ValueError(f"exclude={pattern!r} matches no linear layer; {write}")
 
     def _log_fallbacks(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
         found = fp8_layers(model)

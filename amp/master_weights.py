@@ -153,9 +153,9 @@ class MasterWeights:
         self._check_weights()
         for param in self._frozen:
             if param.grad is not None and (check_unfrozen or not param.requires_grad):
+                write = "call refresh() after unfreezing" if param.requires_grad else "set its .grad to None"
                 raise RuntimeError(
-                    f"{label_of(param)} has a gradient, but was frozen when the masters were created; call refresh() "
-                    "after unfreezing"
+                    f"{label_of(param)} has a gradient, but was frozen when the masters were created; {write}"
                 )
         for param, master in self.pairs:
             if master.grad is None and hasattr(param.grad, _COLLECTED):

@@ -585,8 +585,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if reason == REPLICAS_DIVERGED and vote is not None and vote.watch is not None:
             return vote.watch.error()
         names = nonfinite_names(self._table, self.registry)
+        found = ", ".join(names) or "none (the norm itself overflowed, or they were those of an earlier step)"
         return FloatingPointError(
-            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
+            f"{reason}; gradients that are not finite now: {found}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
         )
 
@@ -603,7 +604,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 "meshstep.amp.GradScaler(registry), or leave the scaler out and give precision='fp16', with which the "
                 "optimizer scales the loss"
             )
-        if self._states.pulling_grads or self.loss_scale is not None:
+        if self.loss_scale is not None:
+            raise RuntimeError(
+                f"precision={self.precision.name!r} has a loss scale of its own: leave the GradScaler out, and call "
+                "optimizer.backward(loss)"
+            )
+        if self._states.pulling_grads:
             raise RuntimeError(
                 f"a GradScaler can't see the gradients that the optimizer applies with precision={self.precision.name!r} "
                 "and these states: leave the scaler out, and give a precision with its own loss scale, 'fp16' or "

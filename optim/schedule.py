@@ -524,7 +524,7 @@ def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:
     if not 0 <= floor < math.inf:
-        raise ValueError(f"eta_min={floor}: give a finite rate >= 0")
+        raise ValueError(f"eta_min={floor}: give a finite rate >= 0 (WarmupLR has it as floor=)")
     for index, group in enumerate(optimizer.param_groups):
         base = float(group.get("initial_lr", group["lr"]))
         if floor > base:

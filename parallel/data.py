@@ -107,7 +107,12 @@ class ShardedBatchSampler(Sampler[Batch]):
         Raises:
             ValueError: A batch would be empty.
         """
-        left = step_bounds(self.samples - position, self.batch_size, self.ranks, self.drop_last)
+        try:
+            left = step_bounds(self.samples - position, self.batch_size, self.ranks, self.drop_last)
+        except ValueError as problem:
+            if not position:
+                raise
+            raise ValueError(f"after {position} samples of an epoch: {problem}, or begin the next epoch") from None
         return [position + bound for bound in left]
 
     def order(self, epoch: int) -> Tensor:
@@ -147,7 +152,7 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
         )
     if len(bounds) == 2:
         raise ValueError(
-            f"{given}: the epoch has fewer samples than data coordinates, so the batch of a coordinate would be empty; "
+            f"{given}: there are fewer samples than data coordinates, so the batch of a coordinate would be empty; "
             f"give at least {ranks} samples, or use fewer data ranks"
         )
     raise ValueError(
@@ -432,8 +437,10 @@ class SeededCollate:
 
 def _length_of(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        problem = "is an iterable dataset" if isinstance(dataset, Sized) else "has no length"
         raise TypeError(
-            f"{type(dataset).__name__} has no length, which prepare_dataloader needs; give a map-style dataset, or use an "
+            f"{type(dataset).__name__} {problem}, but prepare_dataloader needs a length and samples by index; "
+            "give a map-style dataset, or use an "
             "iterable dataset with torch's DataLoader and choose its samples by "
             "registry.rank(*registry.topology.sample_axes)"
         )

@@ -126,9 +126,10 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
             f"{', '.join(_NUMBERS['torchrun'])}, MASTER_ADDR and MASTER_PORT for each process, or pass launcher='none' to "
             "run as one process"
         )
-    if "slurm" in launchers and not _has_step(environ):
+    in_job = [f"{name}={environ[name]}" for name in _NUMBERS["slurm"] if environ.get(name)]
+    if "slurm" in launchers and in_job and not _has_step(environ):
         raise RuntimeError(
-            f"this is a Slurm job (SLURM_NTASKS={environ.get('SLURM_NTASKS', '')}), but srun did not start this process: "
+            f"this is a Slurm job ({', '.join(in_job)}), but srun did not start this process: "
             "SLURM_STEP_ID is not set. Write 'srun python ...' in the batch script, which starts one process per task; or "
             "use torchrun; or pass launcher='none' to run as one process"
         )
@@ -419,9 +420,9 @@ def _device(backend: str, local_rank: int) -> torch.device:
     if count == 1:  # some launchers make only one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
+        write = f"start at most {count} processes on it, or use" if count else "use"
         raise RuntimeError(
-            f"local rank {local_rank} has no device, because this machine has {count} CUDA devices; start at most {count} "
-            "processes on it, or use backend='gloo'"
+            f"local rank {local_rank} has no device, because this machine has {count} CUDA devices; {write} backend='gloo'"
         )
     return torch.device("cuda", local_rank)
 

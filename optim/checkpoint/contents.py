@@ -839,10 +839,12 @@ class SharedRecord:
         alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
         chosen = alike or [value for value, _ in variants]
         if len(chosen) > 1:
+            before_saving = "give all ranks the same values"
+            if what.startswith("the buffer"):
+                before_saving = "declare the buffer's layout with annotate(buffer, P(...))"
             raise ValueError(
                 f"{what} differed between ranks of {self._saved!r}, so the value for this rank of {self._now!r} "
-                "is ambiguous; continue on the mesh of the checkpoint, or declare the layout of a buffer with "
-                "annotate(buffer, P(...)) before saving"
+                f"is ambiguous; continue on the mesh of the checkpoint, or {before_saving} before saving"
             )
         return chosen[0]
 

@@ -333,7 +333,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
+        raise ValueError(f"{file} is damaged: it is not a manifest with the checksum of its content; {EARLIER}")
     try:
         fields({"format": check_count})(manifest, "manifest")
         if manifest["format"] == FORMAT:

@@ -244,7 +244,7 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
     check_scalar(value, name)
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
-        without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
+        without = "math.inf: this group is not clipped" if infinite else "an optimizer with max_norm=None does not clip"
         raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
 
 

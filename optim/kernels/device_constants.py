@@ -51,8 +51,8 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "the step captured in a CUDA graph has gradients for other parameters than the earlier steps; make a step "
-                "before the capture, with gradients for the same parameters"
+                "a CUDA graph captures a step that differs from the steps before it: it has gradients for other parameters, "
+                "or new measurements; make such a step before the capture, with gradients for the same parameters"
             )
         else:
             host = torch.tensor(values(), dtype=dtype, pin_memory=device.type == "cuda")

@@ -91,7 +91,6 @@ def check_options(options: dict[str, Any]) -> None:
     here = {
         "precision": "mixed_precision",
         "average_data": "data_parallel",
-        "plugin": "data_parallel=",
     }
     signature = inspect.signature(ParallelOptimizer.__init__)
     known = set(signature.parameters) - {"self", "optimizer", "other"} - here.keys()
@@ -99,7 +98,9 @@ def check_options(options: dict[str, Any]) -> None:
         if name in here:
             raise TypeError(f"{name}= is an argument of ParallelOptimizer; for Booster, give {here[name]}")
         if name not in known:
-            instead = what_instead(name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=..."})
+            instead = what_instead(
+                name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=...", "plugin": "data_parallel=..."}
+            )
             raise TypeError(f"{name}= is an argument of neither Booster nor ParallelOptimizer: {instead}")
 
 

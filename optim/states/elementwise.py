@@ -155,13 +155,14 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         name, said = type(part).__name__, getattr(part, "elementwise", False)
         if _across_tensors(part) and not said:
             raise ValueError(
-                f"{why}, but {name} estimates its step size from all parameters together, so ranks would get different "
-                f"step sizes. {_ALIKE}; {_SAY_SO}"
+                f"{why}, but {name} estimates its step size from all parameters together, so parts of the model would get "
+                f"different step sizes. {_ALIKE}; {_SAY_SO}"
             )
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
-                f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so ranks would "
-                "get different norms. Turn it off (None or 0.0), and clip by ParallelOptimizer(max_norm=...)"
+                f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so parts of the "
+                "model would be clipped by different norms. Turn it off (None or 0.0), and clip by "
+                "ParallelOptimizer(max_norm=...)"
             )
 
 

@@ -159,7 +159,10 @@ class UpdateRecorder(ParamTransform):
             RuntimeError: There are no copied inputs of an update.
         """
         if self._inputs is None:
-            raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
+            raise RuntimeError(
+                "no update was made since the optimizer was created, was loaded or reloaded, or got a param group: make a "
+                "step first"
+            )
         inputs, state = self._inputs, self.optimizer.state
         after = {param: _Values(param.detach().clone(), param.grad, state.get(param)) for param in inputs.params}
         groups = [(group, {**group}) for group in self.optimizer.param_groups]

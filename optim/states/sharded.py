@@ -405,9 +405,15 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
             if names != others:
                 differ = sorted({*names} ^ {*others})
                 over = axes[0] if len(axes) == 1 else " x ".join(axes)
+                if not differ:
+                    raise ValueError(
+                        f"ranks {first} and {rank} would shard the same parameters over {over!r}, but in different orders; "
+                        "give the optimizer the parameters in the same order on all ranks"
+                    )
                 raise ValueError(
                     f"ranks {first} and {rank} would shard different parameters over {over!r}: only one of them has "
-                    f"{', '.join(differ[:5])}; freeze the same parameters on all ranks before making the optimizer"
+                    f"{', '.join(differ[:5])}; give the optimizer the same parameters on both ranks, and freeze the "
+                    "same parameters before it is made"
                 )
 
 

@@ -103,9 +103,9 @@ def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor
         over = [axis for axis in topology.data_axes if axis in entry.spec.named_axes or axis in entry.averaged]
         if entry.trained and over:
             raise ValueError(
-                f"{entry.name} ({entry.spec}): the model itself sums gradients over the data axis {over[0]!r}, in an order "
-                "that depends on the number of data ranks: leave out sum_order='fixed', or replicate the parameter over "
-                "the data axes"
+                f"{entry.name} ({entry.spec}) is not replicated over the data axis {over[0]!r}, but sum_order='fixed' sums "
+                "only gradients of replicas over the data axes: leave out sum_order='fixed', or replicate the parameter "
+                "over the data axes"
             )
 
 
@@ -406,6 +406,11 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
     if ranks == expected:
         return
     kind, names = type(module).__name__, ", ".join(map(repr, axes)) or "none"
+    if not isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            f"data_parallel={kind} of Megatron averages gradients over ranks {ranks}, but this rank's data axes ({names}) "
+            f"have the ranks {expected}: create the registry with meshstep.parallel.interop.megatron.registry_of()"
+        )
     write = f"process_group=registry.group({names})" if axes else "no DistributedDataParallel"
     raise ValueError(
         f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "

@@ -140,7 +140,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
             "DistributedDataParallel, as data_parallel="
             if any(rank.elsewhere for rank in seen)
             else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
-            "replace its parameters"
+            "replace its parameters, and don't clear gradients between backward and step"
         )
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
 

@@ -386,7 +386,7 @@ def layout_of(
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(
             f"{name} is a {type(base).__name__} without a weight of two dims; LoRA adapts linear "
-            " layers and embeddings, so leave this layer out, or write an adapter of your own"
+            "layers and embeddings, so leave this layer out, or write an adapter of your own"
         )
     topology = registry.topology
     # `fully_shard` gathers weights for the forward, so the layer computes without the data axes of a DTensor.

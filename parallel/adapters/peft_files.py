@@ -338,9 +338,10 @@ def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> N
             if name == pattern or name.endswith(f".{pattern}"):
                 stored = other
         if stored != value:
+            argument = "alpha" if key == "lora_alpha" and adapter.key is None else key  # PEFT's argument is lora_alpha
             raise ValueError(
                 f"{name} has {key}={value}, but the saved adapter has {key}={stored}; create the adapters with "
-                f"{'alpha' if key == 'lora_alpha' else key}={stored}"
+                f"{argument}={stored}"
             )
 
 
@@ -354,8 +355,8 @@ def _part_of(
     if value.shape != local_tensor(param).shape:
         raise ValueError(
             f"{keys[0]} has shape {tuple(stored[keys[0]].shape)} in the file, which gives this rank {tuple(value.shape)}, "
-            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank and layers "
-            "of the file"
+            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank of the "
+            "file, in a model with the sizes of the saved model"
         )
     return param, value
 
@@ -371,7 +372,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         for key, tensor in part.items():
             if key in found and not torch.equal(found[key], tensor):
                 raise ValueError(
-                    f"two pipeline stages have different adapters named {key.removeprefix(_PREFIX)}; name the layers of "
+                    f"two pipeline stages have different tensors named {key.removeprefix(_PREFIX)}; name the layers of "
                     "each stage as in the dense model, or save the adapters with save_checkpoint"
                 )
             found[key] = tensor

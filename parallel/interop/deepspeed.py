@@ -220,8 +220,8 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     ours = isinstance(getattr(inner, "registry", None), ProcessGroupRegistry)
     if ours and clips:
         raise ValueError(
-            f"gradient_clipping={engine.gradient_clipping()} makes the engine clip gradients that {type(inner).__name__} "
-            "clips again; leave gradient_clipping out of the config, and give the optimizer max_norm="
+            f"gradient_clipping={engine.gradient_clipping()} makes the engine clip the gradients before "
+            f"{type(inner).__name__}.step; leave gradient_clipping out of the config, and give the optimizer max_norm="
         )
     if registry.topology.size(*model_parallel_axes(registry.topology)) == 1:
         return

@@ -170,7 +170,7 @@ def placement_spec(tensor: DTensor) -> P:
         if placement.is_partial() or dim is None:
             raise ValueError(
                 f"{label(tensor)} is {placement!r} over mesh dim {axis!r}, but a parameter must be sharded or "
-                "replicated; redistribute it before you create the optimizer"
+                "replicated; redistribute the parameter first"
             )
         split_factor = getattr(placement, "split_factor", 1)
         if split_factor > 1 and not dims[dim]:
@@ -589,7 +589,10 @@ def _check(
     if _is_sum(has):
         if axis not in summed:
             hint = "redistribute it" if _is_shard(wanted) else f"declare the parameter P(partial={axis!r})"
-            raise ValueError(f"{_describe_mismatch(param, axis, has, wanted)}; {hint}, or let ParallelOptimizer sum it")
+            raise ValueError(
+                f"{_describe_mismatch(param, axis, has, wanted)}; {hint}, or let ParallelOptimizer sum it, with the same "
+                "placements in every step"
+            )
     elif axis in declared:
         raise ValueError(
             f"{label(param)} is declared partial over {axis!r}, but its gradient is complete ({has!r}) and would be "

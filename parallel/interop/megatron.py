@@ -177,7 +177,7 @@ class Rules:
         if split and pending and tensor:
             raise ValueError(
                 f"{name} is sharded over tensor (tensor_model_parallel), and also has a partial gradient over tensor "
-                "(sequence_parallel, or by its name); clear the wrong flag"
+                "(sequence_parallel, average_gradients_across_tp_domain, or by its name); clear the wrong flag"
             )
         spec = P(*entries, partial=tensor if pending else (), tied=self._tied(name, param))
         return spec, self._topology.size(*tensor) if mean else 1
@@ -254,7 +254,12 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
         ValueError: There are no such axes, or this rank is not in ``ranks``.
     """
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
-    if axes is None or registry.global_rank not in ranks:
+    if registry.global_rank not in ranks:
+        raise ValueError(
+            f"{name} has ranks {list(ranks)}, but this process is rank {registry.global_rank}; give each rank a group that "
+            "contains it"
+        )
+    if axes is None:
         raise ValueError(
             f"{name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of {registry.topology!r} have "
             "these ranks; create the registry with registry_of(), or list the axes in the order of Megatron's ranks, "

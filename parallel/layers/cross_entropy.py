@@ -220,10 +220,12 @@ class _Sharding:
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, sharding: _Sharding) -> Tensor:
-    if logits.shape[:-1] != target.shape or logits.dim() == 0:
+    if logits.dim() == 0:
+        raise ValueError("the logits have no dims; give logits of shape [..., classes]")
+    if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"the target has shape {tuple(target.shape)}, but logits of shape {tuple(logits.shape)} need a target of shape "
-            f"{tuple(logits.shape[:-1])}; move the classes to the last dim of the logits"
+            f"{tuple(logits.shape[:-1])}; give class ids of this shape, and logits with the classes in the last dim"
         )
     if sharding.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={sharding.reduction!r} is unknown; use 'mean', 'sum' or 'none'")

@@ -287,7 +287,7 @@ def refused(what: str) -> str:
         ("unfused", "FP16_UnfusedOptimizer ignores the model_parallel flags"),
         ("no mpu", "the engine has no mpu=ModelParallelUnit(registry)"),
         ("unmarked", "has no model_parallel flag; call mark_model_parallel"),
-        ("twice", "gradient_clipping=0.2 makes the engine clip gradients that ParallelOptimizer clips again"),
+        ("twice", "gradient_clipping=0.2 makes the engine clip the gradients before ParallelOptimizer.step"),
         ("stage 3", "is not known to read the model_parallel flags"),
     ],
 )

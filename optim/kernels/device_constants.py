@@ -51,7 +51,7 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "a CUDA graph captures a step that differs from the steps before it: it has gradients for other parameters, "
+                "a CUDA graph captures a step that differs from the steps before it: it has gradients for other parameters "
                 "or new measurements; make such a step before the capture, with gradients for the same parameters"
             )
         else:

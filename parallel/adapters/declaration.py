@@ -369,8 +369,8 @@ def _layout(
     conv = getattr(adapter.module, "fan_in_fan_out", False)
     if conv and not layout.is_transposed_weight and type(layout) is not AdapterLayout:
         raise ValueError(
-            f"{name} stores its weight as [in, out] (fan_in_fan_out) and is sharded, which is not supported; replace it by a "
-            "sharded layer with a weight of [out, in]"
+            f"{name} stores its weight as [in, out] (fan_in_fan_out) and is sharded, which is not supported; replace it by "
+            "a sharded layer with a weight of [out, in]"
         )
     if conv:
         layout = replace(layout, in_features=layout.out_features, out_features=layout.in_features)

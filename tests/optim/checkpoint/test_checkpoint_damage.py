@@ -14,6 +14,7 @@ from checkpoints import content, model_of, optimizer_of
 from layouts import Run
 from meshstep.amp import Bf16
 from meshstep.optim import load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint.directory import plain_content
 from torch import nn
 from world import World
 
@@ -179,3 +180,15 @@ def test_failing_scheduler_load_leaves_everything_unchanged(tmp_path: Path) -> N
     ):
         load_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule)
     assert content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()]) == before
+
+
+@pytest.mark.parametrize(("text", "reason"), [("no archive\nsecond line", "no archive"), ("", "EOFError")])
+def test_error_of_unreadable_file_has_first_line_of_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        raise EOFError(text)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=f"was tampered with: {reason}; "):
+        plain_content(tmp_path / "rank-0.pt")

@@ -152,3 +152,9 @@ def test_failed_save_of_one_process_leaves_no_files(tmp_path: Path, monkeypatch:
     with pytest.raises(RuntimeError, match="No space left"):
         save_checkpoint(tmp_path, model, optimizer_of(model))
     assert [*tmp_path.iterdir()] == []
+
+
+def test_leftovers_that_cannot_be_removed_do_not_prevent_a_save(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "meshstep-00000002.0f.writing").write_text("a file, which rmtree can't remove")
+    assert save_checkpoint(tmp_path, model, optimizer_of(model)).name == "meshstep-00000001"

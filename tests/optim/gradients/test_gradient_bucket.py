@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshstep.optim.gradients.buckets import (
+    Bf16Compression,
     CommHook,
     Finish,
     GradientBucket,
@@ -166,3 +167,12 @@ def test_two_reductions_are_in_flight_by_default() -> None:
 
     run_all([start] * 5)
     assert (running, most) == (0, 2)
+
+
+def test_error_of_non_finite_gradient_is_not_fed_back() -> None:
+    """The step is skipped, so the next one must send its own gradient only."""
+    hook, memory, nothing = Bf16Compression(error_feedback=True), Memory(), torch.zeros(3)
+    hook._rounded(torch.tensor([torch.nan, torch.inf, -torch.inf]), memory)
+    assert torch.equal(hook._rounded(nothing, memory), nothing.bfloat16())
+    hook._rounded(torch.full((3,), 1 + 2**-10), memory)  # the rounding error of a finite gradient is fed back
+    assert torch.equal(hook._rounded(nothing, memory), torch.full((3,), 2**-10).bfloat16())

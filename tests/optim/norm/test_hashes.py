@@ -78,3 +78,10 @@ def test_hash_words_are_integers_below_2_to_the_32() -> None:
     assert torch.equal(numbers, numbers.round())
     assert numbers.min() >= 0
     assert 2**31 < numbers.max() < 2**32
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_hash_distinguishes_tiny_values(exact: bool) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        one, other = (torch.tensor([value, 0.0], dtype=dtype) for value in (1e-30, 2e-30))
+        assert not torch.equal(words([one], exact), words([other], exact))

@@ -80,3 +80,17 @@ def test_step_after_move_to_other_device_raises_and_names_devices() -> None:
         given[0] = replace(given[0], device=torch.device("cuda:0"))  # as if `model.cpu()` had moved it here
         with pytest.raises(RuntimeError, match="weight was cuda:0 when the optimizer was made, and is cpu now"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_every_parameter_is_checked_after_at_most_as_many_steps_as_parameters(index: int) -> None:
+    """A single parameter was converted in a way that no operation rejects. Each step checks the ends and one in turn."""
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
+        given = optimizer._states.given
+        given[index] = replace(given[index], device=torch.device("cuda:0"))
+        steps = (optimizer.step() for _ in range(6))
+        with pytest.raises(RuntimeError, match="was cuda:0 when the optimizer was made, and is cpu now"):
+            list(steps)

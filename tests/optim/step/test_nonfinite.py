@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshstep.optim import ParallelOptimizer, Skip
 from meshstep.optim.step.skips import LAG
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import OPTIMIZERS, optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
-from torch import Tensor
+from torch import Tensor, nn
 from world import World
 
 
@@ -127,3 +128,18 @@ def test_applied_step_resets_count_of_skipped_steps(world: World) -> None:
     assert world.run(2, skip_in_two_rows, 4) == [("no error", 6)] * 2
     for message, _ in world.run(2, skip_in_two_rows, 3):
         assert message.startswith("3 steps in a row were skipped")
+
+
+def test_error_of_first_step_comes_exactly_16_steps_late() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = nn.Linear(2, 1)
+        declare(model, {"*": P()})
+        adamw = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, on_nonfinite=Skip(max_consecutive=1))
+        for step in range(LAG + 1):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.full((1, 2), torch.inf if step == 0 else 1.0)).sum())
+            if step < LAG:
+                optimizer.step()
+        with pytest.raises(FloatingPointError, match="1 steps in a row were skipped"):
+            optimizer.step()

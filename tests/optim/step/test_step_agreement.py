@@ -13,6 +13,7 @@ import torch
 from meshstep.amp import TorchFp16
 from meshstep.optim import ByNorm, ParallelOptimizer, Sharded, WarmUp
 from meshstep.optim.step.skips import LAG
+from meshstep.optim.step.step_agreement import _hashed
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from probes import collectives, no_host_reads
 from small_models import parameter
@@ -855,3 +856,12 @@ def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World
     first, second = world.run(2, step_without_backward)
     assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
     assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_hash_of_compared_tensor_depends_on_order_and_salt(dtype: torch.dtype) -> None:
+    """Betas as a tensor of two elements, for example, in another order."""
+    one = torch.tensor([1, 2]).to(dtype)
+    hashes = [float(_hashed(tensor, salt)) for tensor, salt in ((one, 1), (one.flip(0), 1), (one, 2))]
+    assert len(set(hashes)) == 3
+    assert hashes[0] == float(_hashed(one.clone(), 1))

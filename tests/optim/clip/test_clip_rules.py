@@ -25,6 +25,7 @@ from meshstep.optim import (
     ByPreviousNorm,
     ByValue,
     Clip,
+    ClipState,
     Norms,
     Offloaded,
     ParallelOptimizer,
@@ -33,6 +34,7 @@ from meshstep.optim import (
     SkipSpikes,
     WarmUp,
     ZClip,
+    clip_grad_norm_,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing.strategies import specs, topologies
@@ -524,6 +526,35 @@ def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None
         with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
             optimizer.max_norm = rule
         assert optimizer.max_norm == 1.0
+
+
+def test_clip_grad_norm_of_adaptive_rule_requires_packed_reduction() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = Planted(LAYOUTS["one rank"], 0)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(ValueError, match="reduction='packed'"):
+            clip_grad_norm_(model.parameters(), ClipState(Adaptive()), registry, reduction="per_group")
+
+
+def test_rule_set_after_construction_steps_and_saves_as_if_given_to_the_constructor() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        found = []
+        for is_set in (True, False):
+            model = Planted(LAYOUTS["one rank"], 0)
+            rule = AdaGC(0.5, decay=0.5, warm_up=1)
+            optimizer = ParallelOptimizer(sgd(model), registry, max_norm=None if is_set else rule)
+            if is_set:
+                optimizer.max_norm = rule
+            names = optimizer._clip.names if optimizer._clip is not None else ()
+            for _ in range(3):
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+            found.append((names, [param.detach().clone() for param in model.parameters()]))
+        (names, values), (other_names, other_values) = found
+        assert names == other_names
+        assert all(map(torch.equal, values, other_values))
 
 
 def test_adaptive_rule_requires_packed_reduction() -> None:

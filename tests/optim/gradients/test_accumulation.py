@@ -303,3 +303,13 @@ def wrong_module() -> str:
 def test_plain_module_as_data_parallel_on_one_rank_raises_on_all_ranks(world: World) -> None:
     for message in world.run(2, wrong_module):
         assert "data_parallel=Linear: give the DistributedDataParallel module" in message
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_zero_grad_after_backward_clears_gradients_only_without_accumulation_steps(steps: int | None) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = nn.Linear(2, 1)
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, accumulation_steps=steps)
+        optimizer.backward(model(torch.ones(1, 2)).sum())
+        optimizer.zero_grad()
+        assert (model.weight.grad is None) == (steps is None)

@@ -12,7 +12,7 @@ from arguments import arguments
 from cases import Case, cases
 from hypothesis import given, settings
 from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
 from properties import number_of_cases
 from scenarios import SCENARIOS, build
 from torch import nn
@@ -141,3 +141,31 @@ def regrouped(swap: bool) -> str:
 def test_parameters_in_different_param_groups_on_two_ranks_raise(world: World, swap: bool, first: str) -> None:
     for text in world.run(2, regrouped, swap):
         assert f"ranks 0 and 1 hold the same parameters in different param groups, first {first}; put each" in text
+
+
+def differently_named() -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        names = "ab" if registry.global_rank == 0 else "ac"
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in names})
+        declare(model, {"*": P()})
+        with pytest.raises(ValueError, match="declare them differently") as caught:
+            ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
+        return str(caught.value)
+
+
+def test_parameters_with_different_names_on_two_ranks_raise(world: World) -> None:
+    for text in world.run(2, differently_named):
+        assert "differently, first in b: rank 0 has [b: " in text
+        assert "rank 1 has [c: " in text
+
+
+def specs_after_construction() -> list[P]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "ab"})
+        declare(model, {"a": P("tensor"), "b": P()})
+        ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
+        return [spec_of(param) for param in model.values()]
+
+
+def test_optimizer_does_not_change_declared_specs(world: World) -> None:
+    assert world.run(2, specs_after_construction) == [[P("tensor"), P()]] * 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, clip_grad_value_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from world import World
@@ -78,3 +78,12 @@ def test_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: Worl
         assert first == pytest.approx((3.0, 4.0)[rank] * 0.5, rel=1e-5)
         # The norm of the second group is 10, so the clip coefficient is 2 / 10.
         assert second == pytest.approx(8.0 * 0.2, rel=1e-5)
+
+
+def test_clip_grad_value_of_sparse_gradient_raises_before_any_change() -> None:
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
+    params[0].grad = torch.full((3,), 5.0)
+    params[1].grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match="sparse"):
+        clip_grad_value_(params, 1.0)
+    assert params[0].grad.tolist() == [5.0] * 3

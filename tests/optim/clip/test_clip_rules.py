@@ -36,6 +36,7 @@ from meshstep.optim import (
     ZClip,
     clip_grad_norm_,
 )
+from meshstep.optim.clip.base import resolve_threshold
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing.strategies import specs, topologies
 from planted import LAYOUTS, Dense, Full, Part, Planted, parts, run_step
@@ -555,6 +556,15 @@ def test_rule_set_after_construction_steps_and_saves_as_if_given_to_the_construc
         (names, values), (other_names, other_values) = found
         assert names == other_names
         assert all(map(torch.equal, values, other_values))
+
+
+def test_callable_threshold_is_resolved_only_if_the_steps_are_known() -> None:
+    def halved(steps: Tensor) -> Tensor:
+        return 1 / (1 + steps)
+
+    assert resolve_threshold(halved, None) is halved
+    assert resolve_threshold(halved, torch.ones(())) == 0.5
+    assert resolve_threshold(2.0, torch.ones(())) == 2.0
 
 
 def test_adaptive_rule_requires_packed_reduction() -> None:

@@ -24,3 +24,10 @@ def stats(norm: float, coef: float = 1.0, skipped: float = 0.0, scale: float | N
 )
 def test_grad_stats_prints_norm_clip_coefficient_and_loss_scale(measured: GradStats, printed: str) -> None:
     assert f"{measured}" == str(measured) == printed
+
+
+def test_grad_stats_are_compared_by_their_norm() -> None:
+    one, two = stats(1.0), stats(2.0)
+    assert [one < two, one <= two, one > two, one >= two] == [True, True, False, False]
+    assert [one < stats(1.0), one <= stats(1.0), one > stats(1.0), one >= stats(1.0)] == [False, True, False, True]
+    assert [one < 1.0, one <= 1.0, one > 1.0, one >= 1.0] == [False, True, False, True]

@@ -13,6 +13,7 @@ from meshstep.optim import ParallelOptimizer, clip_grad_norm_, clip_grad_value_,
 from meshstep.parallel import spec_of
 from probes import no_host_reads
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from world import World
 
 GRID = (("data", 2), ("tensor", 2))
@@ -87,3 +88,22 @@ def test_steps_of_mixed_dtensor_and_plain_parameters_match_dense_model(world: Wo
     for pairs in world.run(4, stepped, fused):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def stepped_by_a_trainer() -> float:
+    """Make a step with a gradient of zeros on the stepped tensor, as trainers do to create states."""
+    with registry_of((("data", 2),)) as registry:
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 3), registry.device_mesh("data"), [Shard(0)]))
+        optimizer = ParallelOptimizer(torch.optim.Adagrad([param], lr=0.1), registry)
+        param.grad = param.detach() * 0 + 1
+        optimizer.step()
+        param.grad = None
+        (stepped,) = optimizer.optimizer.param_groups[0]["params"]
+        before = float(optimizer.optimizer.state[stepped]["step"])
+        stepped.grad = torch.zeros_like(stepped)
+        optimizer.step()
+        return float(optimizer.optimizer.state[stepped]["step"]) - before
+
+
+def test_gradient_that_other_code_sets_on_local_parameter_is_kept(world: World) -> None:
+    assert world.run(2, stepped_by_a_trainer) == [1.0, 1.0]

@@ -290,3 +290,36 @@ def test_add_param_group_with_offload_keeps_weights_written_before(fraction: flo
     optimizer.step()
     for param, value in ((first, 6.5), (second, 6.5), (late, 0.5)):
         assert torch.equal(param, torch.full_like(param, value))
+
+
+class WithModes(torch.optim.SGD):
+    """Has modes, as schedule-free optimizers, that change no weight."""
+
+    elementwise = True
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_change_of_mode_does_not_make_the_step_reload_weights(precision: str) -> None:
+    results = []
+    for changes in (True, False):
+        with ProcessGroupRegistry(Topology()) as registry:
+            model = Small(torch.bfloat16 if precision == "bf16" else torch.float32)
+            inner = WithModes(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer = ParallelOptimizer(inner, registry, precision=precision, states=Offloaded())
+            for index in range(4):
+                optimizer.zero_grad()
+                optimizer.backward(model(data(index).to(model.norm.weight.dtype)).float())
+                with mock.patch.object(HostBucket, "load", autospec=True, side_effect=HostBucket.load) as load:
+                    optimizer.step()
+                assert not load.called
+                if changes:
+                    optimizer.eval()
+                    optimizer.train()
+            results.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *results))

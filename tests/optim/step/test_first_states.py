@@ -108,3 +108,54 @@ def test_rprop_state_of_idle_shard_is_initialized_on_another_mesh(world: World, 
     assert idle == []
     ((whole,),) = world.run(1, idle_piece, tmp_path, 1)
     close(whole, torch.cat([busy, torch.full((2, 3), 0.3)]))
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with a moment, and the number of its steps as an int and as a text."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("moment", torch.zeros_like(param))
+                state["count"] = state.get("count", 0) + 1
+                state["text"] = f"after {state['count']} steps"
+                state["moment"].mul_(0.5).add_(param.grad)
+                param.data.add_(state["moment"], alpha=-group["lr"])
+
+
+def continued(states: Any, precision: str) -> tuple[list[Tensor], list[dict[str, Any]], list[Tensor]]:
+    """Make two steps of a torch optimizer, two more with `ParallelOptimizer`, and four steps of torch alone."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        params, alone = ([nn.Parameter(torch.ones(3, 5) * k) for k in (1, 2)] for _ in range(2))
+        declare(nn.ParameterList(params), {"*": P()})
+        inner, expected = Counting(params), Counting(alone)
+        for number in range(2):
+            step(params, inner, number)
+            step(alone, expected, number)
+        optimizer: Any = ParallelOptimizer(inner, registry, states=states, precision=precision)
+        for number in range(2, 4):
+            optimizer.zero_grad()
+            step(alone, expected, number)
+            losses = [(param * plain.grad).sum() for param, plain in zip(params, alone, strict=True)]
+            optimizer.backward(losses[0] + losses[1])
+            optimizer.step()
+        values = [value.clone() for value in (param.detach() for param in params)]
+        return values, [dict(state) for state in inner.state.values()], [param.detach() for param in alone]
+
+
+@pytest.mark.default_cases(3)
+@pytest.mark.parametrize(
+    "states", [(), Sharded("data"), Sharded("data", gradients=True)], ids=["whole", "ZeRO-1", "ZeRO-2"]
+)
+def test_states_of_earlier_torch_steps_are_moved_to_the_stepped_tensors(world: World, states: Any) -> None:
+    for values, moved, expected in world.run(2, continued, states, "fp32"):
+        for value, alone in zip(values, expected, strict=True):
+            close(value, alone)
+        assert moved
+        assert all((state["count"], state["text"]) == (4, "after 4 steps") for state in moved)

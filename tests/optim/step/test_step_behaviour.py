@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import OPTIMIZERS, optimizer_for
 from probes import HostReadError, collectives, no_host_reads
@@ -152,3 +153,36 @@ def test_optimizer_resumes_bitwise_from_state_dict() -> None:
     assert torch.equal(model.weight, twin.weight)
     resumed.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     assert resumed.skipped_steps == 0
+
+
+class WithoutSkipFlag(torch.optim.SGD):
+    """Has groups that are marked as fused, but reads no ``grad_scale`` and ``found_inf``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self.param_groups[0]["fused"] = True
+
+
+def test_fused_group_of_optimizer_without_skip_flag_is_skipped_on_the_host() -> None:
+    model, registry = small()
+    inner = WithoutSkipFlag(model.parameters())
+    assert not steps_on_device(inner)
+    assert steps_on_device(torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
+    optimizer = ParallelOptimizer(inner, registry, max_norm=0.5)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.backward(model(torch.full((1, 4), torch.inf)).sum())
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_check_of_state_dict_raises_and_changes_nothing() -> None:
+    model, registry = small()
+    optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), registry)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.check_state_dict(state)
+    state["param_groups"][0]["lr"] = 3.0
+    optimizer.check_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    state["meshstep"]["skipped_steps"] = -1
+    with pytest.raises(ValueError, match="skipped_steps"):
+        optimizer.check_state_dict(state)

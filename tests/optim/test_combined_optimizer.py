@@ -294,3 +294,15 @@ def test_full_tensor_optimizer_may_step_only_replicated_parameters(world: World)
     split, copied = world.run_each(whole_tensor_ones, [(2, (whole_for_matrices,)), (2, (whole_for_positions,))])
     assert all("Adafactor is not known to be" in message for message in split)
     assert copied == ["", ""]
+
+
+def test_states_created_after_loading_are_in_the_combined_state() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+        optimizer = ParallelOptimizer([adamw([params[0]], 0.1), adamw([params[1]], 0.2)], registry)
+        inner = optimizer.optimizer
+        inner.load_state_dict(inner.state_dict())  # before the first step: without states
+        optimizer.backward(params[0].sum() + params[1].sum())
+        optimizer.step()
+        assert len(optimizer.state_dict()["state"]) == len(inner.state_dict()["state"]) == 2
+        assert inner.state.keys() == {*params}

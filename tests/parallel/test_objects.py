@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.mesh import process_group_collectives as objects
+from meshstep.parallel.mesh.agreement import describe
 from torch.distributed import distributed_c10d
 from world import World
 
@@ -87,3 +88,15 @@ def of_a_large_world(size: int) -> int:
 
 def test_all_gather_objects_sends_smaller_first_message_in_larger_world() -> None:
     assert [of_a_large_world(size) for size in (2, 512, 1024, 65_536, 100_000)] == [8192, 8192, 4096, 64, 64]
+
+
+class Nested:
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
+def test_text_of_argument_shows_four_levels_of_objects() -> None:
+    shown, hidden = Nested(Nested(Nested(Nested(5)))), Nested(Nested(Nested(Nested(Nested(5)))))
+    assert describe(shown) == "Nested(inner=Nested(inner=Nested(inner=Nested(inner=5))))"
+    assert describe(hidden) == "Nested(inner=Nested(inner=Nested(inner=Nested(inner=Nested))))"
+    assert describe([shown], depth=1) == "(Nested(inner=Nested))"

@@ -198,6 +198,13 @@ def test_dim_of_root_mesh_becomes_an_axis_only_if_its_stride_nests() -> None:
     assert (other.axes, other.sizes) == (("a", "replica_2x1"), (6, 2))
 
 
+def test_dim_of_root_mesh_is_a_pipeline_axis_if_parameters_differ_along_it() -> None:
+    views = views_of(("a", 6, 2), sliced_off=("b", 2, 1))
+    assert _topology(views, any_roles=True).role("b") == "data"
+    stages = [view._replace(parameters=(("", (2 + rank % 2,)),)) for rank, view in enumerate(views)]
+    assert _topology(stages, any_roles=True).role("b") == "pipe"
+
+
 def partial_gradient(is_declared: bool) -> Any:
     """Measure a gradient that is partial over the mesh. Return the norm, placements and gradient, or the error."""
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -323,7 +323,7 @@ def error_of_sharded_parameter() -> bool:
     return True
 
 
-def test_runs_use_every_clip_rule() -> None:
+def test_fixed_order_runs_use_every_clip_rule() -> None:
     assert {run.clip for run in RUNS.values()} >= CLIPS.keys() - {"none"}
 
 

@@ -147,7 +147,7 @@ def test_copied_model_and_optimizer_continue_bitwise_and_independently(
     world.run(2, copied, {"data": 2}, mode, how)
 
 
-def test_shallow_copy_of_optimizer_shares_all_but_hooks(registry: ProcessGroupRegistry) -> None:
+def test_shallow_copy_of_optimizer_shares_groups_and_states_but_no_hooks(registry: ProcessGroupRegistry) -> None:
     model, optimizer = built(registry)
     train(model, optimizer, 0, 1)
     optimizer.register_step_post_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def values(dtype: torch.dtype) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives_return_expected_values(world: World, dtype: torch.dtype) -> None:
+def test_collectives_return_values_computed_by_hand(world: World, dtype: torch.dtype) -> None:
     first, second = world.run(2, values, dtype)
     assert first == {
         "reduce_from": [12, 14, 16, 18],
@@ -116,7 +116,7 @@ def uneven_values() -> dict[str, Any]:
     return results
 
 
-def test_collectives_of_uneven_shards_return_expected_values_and_gradients(world: World) -> None:
+def test_collectives_of_uneven_shards_return_hand_computed_values_and_gradients(world: World) -> None:
     first, second = world.run(2, uneven_values)
     assert first == {  # shards of lengths 2 and 1
         "scatter_to": ([1, 2], [1, 2, 10]),

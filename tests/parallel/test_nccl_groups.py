@@ -203,7 +203,7 @@ def test_launch_order_is_set_before_the_first_collective(unordered: pytest.Monke
     assert os.environ[LAUNCH_ORDER] == "1"
 
 
-def test_launch_order_that_nccl_can_no_longer_read_is_a_warning(unordered: pytest.MonkeyPatch) -> None:
+def test_launch_order_set_after_first_nccl_collective_warns_once(unordered: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"NCCL ran collectives before .*call init_distributed\(\)"):
         order_launches(after(1))
     order_launches(after(1))  # the variable is set now: no second warning

@@ -78,6 +78,9 @@ def test_topologies_of_different_axis_order_or_roles_are_unequal() -> None:
     assert Topology(row=2, col=3) != Topology(col=3, row=2)
     assert Topology(dp=2, tp=2) != Topology(dp=2, tp=2, roles={"dp": "model"})
     assert Topology(row=2) != object()
+
+
+def test_topology_attributes_are_read_only() -> None:
     with pytest.raises(AttributeError, match="axes"):
         Topology(row=2).axes = ("col",)  # type: ignore[misc]
 

@@ -100,7 +100,7 @@ def proved(wrong: tuple[str, str]) -> tuple[dict[str, P], Proof, str, bool]:
         return specs, proof, audited, zero
 
 
-def test_pairs_beside_sharded_layers_are_declared_and_proved(world: World) -> None:
+def test_lora_factors_beside_sharded_layers_are_declared_and_proved(world: World) -> None:
     for specs, proof, audited, zero in world.run(2, proved, ("", "")):
         assert specs == {
             "0.lora_A": P(),

@@ -218,7 +218,9 @@ def any_layouts(draw: st.DrawFn) -> Layout:
 
 
 @random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # shrinking would take minutes
-def test_checkpoint_of_any_layout_loads_into_any_other_layout(world: World, drawn: list[tuple[Layout, Layout]]) -> None:
+def test_checkpoint_of_random_layout_loads_into_another_random_layout(
+    world: World, drawn: list[tuple[Layout, Layout]]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(index) for index in range(len(drawn))]
         for which, function in enumerate((save_pieces, load_pieces)):

@@ -259,7 +259,7 @@ def on_a_dtensor() -> None:
         assert torch.equal(piece.region.of(full), local)
 
 
-def test_optimizer_uses_declared_blocks_of_dtensor_as_its_region(world: World) -> None:
+def test_region_of_stepped_dtensor_has_its_declared_blocks(world: World) -> None:
     world.run(2, on_a_dtensor)
 
 

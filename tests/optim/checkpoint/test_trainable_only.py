@@ -120,7 +120,7 @@ def resume(path: Path, layout: Layout, mode: str) -> dict[str, float]:
 @pytest.mark.parametrize("mode", ["float64", "bf16", "split"])
 @pytest.mark.parametrize("after", [ONE, BOTH, ZERO1, ZERO2, TENSOR], ids=str)
 @pytest.mark.parametrize("before", [ONE, BOTH, ZERO2, DATA], ids=str)
-def test_run_continues_on_any_layout_as_dense_run(
+def test_trainable_only_run_resumed_on_another_layout_matches_dense_run(
     world: World, tmp_path: Path, before: Layout, after: Layout, mode: str
 ) -> None:
     world.run(Topology(roles=None, **dict(before[0])).world_size, save, tmp_path, before, mode)
@@ -129,7 +129,7 @@ def test_run_continues_on_any_layout_as_dense_run(
         assert max(found.values()) < bound
 
 
-def test_checkpoint_in_background_equals_direct_checkpoint(world: World, tmp_path: Path) -> None:
+def test_run_resumed_from_trainable_only_async_checkpoint_matches_dense_run(world: World, tmp_path: Path) -> None:
     world.run(4, save, tmp_path, BOTH, "float64", True)
     for found in world.run(4, resume, tmp_path, BOTH, "float64"):
         assert max(found.values()) < 1e-12
@@ -218,7 +218,9 @@ def wrong_loads(path: Path) -> list[str]:
     return found
 
 
-def test_wrong_load_raises_on_every_rank_and_changes_nothing(world: World, tmp_path: Path) -> None:
+def test_load_with_wrong_trainable_only_or_frozen_parameters_raises_and_keeps_weights(
+    world: World, tmp_path: Path
+) -> None:
     for ordinary, of_full, missing, frozen in world.run(4, wrong_loads, tmp_path):
         assert "was saved with trainable_only=True, so it has no frozen parameters" in ordinary
         assert "has all parameters of the model: leave trainable_only=True out" in of_full

@@ -592,7 +592,7 @@ def test_clip_grad_norm_matches_dense_norm_where_hand_written_rule_is_wrong(worl
         )
 
 
-def test_each_repository_entry_states_a_mistake_exactly_if_its_norm_is_wrong() -> None:
+def test_repository_entry_states_a_mistake_exactly_if_norm_or_scaling_is_wrong() -> None:
     assert len(REPOSITORIES) == 14
     for repository in REPOSITORIES.values():
         assert bool(repository.mistake) == (repository.wrong is not None or not repository.scales)

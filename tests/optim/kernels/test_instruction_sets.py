@@ -34,7 +34,7 @@ def test_narrower_instruction_set_is_selected_only_if_clearly_faster() -> None:
     assert chosen_with({**slow, widest: 2.2, narrower[-1]: 1.9}) == narrower[-1]
 
 
-def test_times_are_measured_for_every_instruction_set_and_logged(
+def test_kernel_choice_measures_and_logs_time_of_each_instruction_set(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "built", loops)
@@ -45,5 +45,5 @@ def test_times_are_measured_for_every_instruction_set_and_logged(
     assert re.findall(r"(\w+) \d+\.\d\d ms", caplog.text) == loops().supported()
 
 
-def test_time_grows_with_the_number_of_elements() -> None:
+def test_measured_kernel_time_grows_with_number_of_elements() -> None:
     assert 0 < time_of_step(loops(), 2**10) < time_of_step(loops(), 2**20)

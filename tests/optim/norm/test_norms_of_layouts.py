@@ -132,7 +132,7 @@ def test_bucket_of_owned_parameter_counts_on_owner_ranks_only() -> None:
     assert [bucket.counts(topology.coordinate(rank)) for rank in range(4)] == [False, False, True, True]
 
 
-def test_groups_of_packed_norm_are_those_of_model_axes_that_shard() -> None:
+def test_plan_groups_with_packed_norm_are_one_per_sharding_model_axis() -> None:
     topology = Topology(roles={"expert": "data"}, data=2, expert=2, tensor=2)
     entries = [ParameterEntry("expert", P("expert", "tensor"), (1, 2)), ParameterEntry("norm", P(), (4,))]
     plan = ReductionPlan.of(entries, topology, 0)
@@ -150,7 +150,7 @@ def without_role(trained: bool, rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_warning_of_experts_comes_on_first_rank_for_trained_replicas_only(trained: bool) -> None:
+def test_expert_axis_without_role_warns_on_rank_0_if_replicas_are_trained(trained: bool) -> None:
     for rank in range(4):
         found = without_role(trained, rank)
         wanted = ["axis 'expert' shards experts and replicates router"] if trained and rank == 0 else []

@@ -60,7 +60,7 @@ def results(world: World, kind: str) -> tuple[Proof, list[InferredLayout]]:
 
 
 @pytest.mark.parametrize("kind", ["", "renamed"])
-def test_tied_parameter_is_right_under_one_name_or_two(world: World, kind: str) -> None:
+def test_prove_accepts_tied_parameter_under_one_name_or_two(world: World, kind: str) -> None:
     proof, layouts = results(world, kind)
     assert proof.is_correct, proof
     assert proof.hints == ()
@@ -71,7 +71,7 @@ def test_tied_parameter_is_right_under_one_name_or_two(world: World, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["stale", "renamed, stale"])
-def test_stale_replica_of_tied_parameter_is_named(world: World, kind: str) -> None:
+def test_prove_names_stale_replica_of_tied_parameter(world: World, kind: str) -> None:
     proof, layouts = results(world, kind)
     for one in (proof, layouts[0].proof):
         (finding,) = one.findings
@@ -89,7 +89,7 @@ def test_stale_replica_of_tied_parameter_is_named(world: World, kind: str) -> No
         ("equal biases", "inner.0.bias (pipe=0) and inner.0.bias (pipe=1)"),
     ],
 )
-def test_equal_values_on_two_stages_are_a_hint(world: World, kind: str, named: str) -> None:
+def test_prove_hints_at_equal_values_on_two_stages(world: World, kind: str, named: str) -> None:
     proof, layouts = results(world, kind)
     assert proof.is_correct, proof
     (hint,) = proof.hints
@@ -99,19 +99,19 @@ def test_equal_values_on_two_stages_are_a_hint(world: World, kind: str, named: s
     assert all(layout.proof.hints == (hint,) and f"# note: {hint}" in str(layout) for layout in layouts)
 
 
-def test_undeclared_tie_of_unequal_values_is_out_of_reach(world: World) -> None:
+def test_prove_does_not_find_undeclared_tie_of_unequal_values(world: World) -> None:
     """Two parameters with right gradients and other values: nothing in the model shows that they are one."""
     proof, _ = results(world, "undeclared, stale")
     assert (proof.is_correct, proof.hints) == (True, ())
 
 
-def test_parameters_owned_by_their_stages_are_right_under_one_name(world: World) -> None:
+def test_prove_accepts_parameters_of_one_name_owned_by_their_stages(world: World) -> None:
     proof, layouts = results(world, "owned, equal biases")
     assert proof.is_correct, proof
     assert {layout.rules["inner.0.bias"] for layout in layouts} == {P()}
 
 
-def test_owned_parameter_on_another_stage_is_named(world: World) -> None:
+def test_prove_names_owned_parameter_on_another_stage(world: World) -> None:
     proof, _ = results(world, "owned by the first")
     assert {(finding.name, finding.cause) for finding in proof.findings} == {
         ("inner.0.weight (pipe=1)", "held by others"),

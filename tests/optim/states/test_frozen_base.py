@@ -75,7 +75,7 @@ def added_bytes_once(how: str, mode: str, frozen: bool, declared: bool) -> tuple
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_frozen_base_takes_no_memory_that_grows_with_its_size(
+def test_optimizer_memory_does_not_grow_with_size_of_frozen_base(
     world: World, how: str, mode: str, declared: bool
 ) -> None:
     if how == "replayable" and mode == "split":
@@ -86,7 +86,7 @@ def test_frozen_base_takes_no_memory_that_grows_with_its_size(
         assert nbytes < 20_000 + LAYERS * per_tensor
 
 
-def test_trained_base_takes_memory_that_the_count_sees(world: World) -> None:
+def test_byte_count_includes_states_and_gradients_of_trained_base(world: World) -> None:
     """Negative control: the count of bytes includes the states and gradients of a trained base."""
     (nbytes, states), *_ = world.run(4, added_bytes, "whole", "fp32", False, True)
     assert states == LAYERS

@@ -711,7 +711,7 @@ def test_split_masters_reject_unsupported_options_on_every_rank(world: World, wh
         assert words in told
 
 
-def test_fp16_mode_has_no_split_masters_option() -> None:
+def test_naive_fp16_mode_has_no_split_masters_option() -> None:
     options: Any = {"split_masters": True}
     with pytest.raises(TypeError, match="split_masters"):
         NaiveFp16(**options)

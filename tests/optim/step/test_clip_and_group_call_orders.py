@@ -173,7 +173,7 @@ def thawed_after_a_group_was_added() -> str:
         return str(caught.value)
 
 
-def test_parameter_frozen_when_group_was_added_cannot_be_unfrozen(world: World) -> None:
+def test_unfreezing_parameter_of_added_group_without_refresh_raises(world: World) -> None:
     for text in world.run(2, thawed_after_a_group_was_added):
         assert "b was frozen when" in text
 

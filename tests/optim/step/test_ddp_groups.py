@@ -158,7 +158,7 @@ def checked_groups_of_megatron() -> None:
             MegatronGradSync(AsInMegatron(registry.group("tensor"))).check_groups(registry)
 
 
-def test_megatrons_data_parallel_group_is_checked_if_it_has_one(world: World) -> None:
+def test_data_parallel_group_of_megatron_must_match_data_axes(world: World) -> None:
     world.run(4, checked_groups_of_megatron)
 
 

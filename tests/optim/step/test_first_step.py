@@ -116,7 +116,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
         ("bf16", {"accumulation_steps": 2, **ZERO1}, 0, True),
     ],
 )
-def test_bypassing_optimizer_backward_in_later_step_raises_on_every_rank_and_changes_nothing(
+def test_bypassing_optimizer_backward_in_later_step_raises_on_every_rank_and_keeps_weights(
     world: World, mode: Mode, options: dict[str, Any], late: int, by_optimizer: bool
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, by_optimizer):
@@ -144,7 +144,7 @@ def stepped_twice(mode: Mode, options: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("mode", "options"), [("fp16", {}), ("fp16_naive", ZERO1), ("fp32", {"accumulation_steps": 1}), ("bf16", ZERO1)]
 )
-def test_second_step_with_same_gradients_is_accepted(world: World, mode: Mode, options: dict[str, Any]) -> None:
+def test_second_step_with_same_gradients_is_not_skipped(world: World, mode: Mode, options: dict[str, Any]) -> None:
     assert world.run(2, stepped_twice, mode, options) == [0, 0]
 
 

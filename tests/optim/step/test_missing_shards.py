@@ -101,7 +101,7 @@ def assert_dense(world: World, mesh: str, kind: str, options: dict[str, Any], ru
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "pipe" not in mesh])
-def test_every_optimizer_with_missing_shard_gradients_matches_dense_model(world: World, mesh: str, kind: str) -> None:
+def test_optimizers_with_missing_shard_gradients_match_dense_model(world: World, mesh: str, kind: str) -> None:
     assert assert_dense(world, mesh, kind, {}, [0.7]) < 1e-6
 
 
@@ -120,7 +120,7 @@ def test_every_optimizer_with_missing_shard_gradients_matches_dense_model(world:
     ids=str,
 )
 @pytest.mark.default_cases(8)
-def test_every_placement_and_option_with_missing_shard_gradients_matches_dense_model(
+def test_placements_and_options_with_missing_shard_gradients_match_dense_model(
     world: World, mesh: str, options: dict[str, Any]
 ) -> None:
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)

@@ -22,7 +22,7 @@ def broken_window(steps: int | None = None) -> Window:
     return window
 
 
-def test_final_step_needs_a_micro_batch() -> None:
+def test_final_step_without_micro_batch_does_not_end_window() -> None:
     window = Window(2)
     assert not window.ends(final=True)
     with window.micro_batch(None, [], []):
@@ -84,7 +84,7 @@ def test_step_skipped_for_another_reason_counts_in_total_only() -> None:
     assert (monitor.total(), monitor.rejected()) == (4, 4)
 
 
-def test_load_forgets_counts_that_are_on_their_way_to_the_host() -> None:
+def test_load_state_dict_discards_skip_counts_not_yet_read_by_host() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
     count(monitor, [True] * LAG, most=LAG)  # read in the next step
     monitor.load_state_dict({"skipped_steps": 5, "vetoed_steps": 2})
@@ -103,12 +103,12 @@ def test_consecutive_count_is_read_lag_steps_later() -> None:
     ("totals", "wanted"),
     [([4.0], 0.5), ([0.0, 8.0], 0.25), ([0.0], 0.1), ([-1.0], torch.nan), ([torch.nan], torch.nan)],
 )
-def test_inverse_of_total_weight_is_nan_for_negative_weights(totals: list[float], wanted: float) -> None:
+def test_inverse_weight_of_positive_zero_negative_and_nan_totals(totals: list[float], wanted: float) -> None:
     found: Tensor = inverse_weight(torch.tensor(totals, dtype=torch.float64), data_ranks=2, count=10)
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
 
 
-def test_counts_of_device_steps_are_not_read_while_a_graph_is_captured() -> None:
+def test_skip_counts_are_not_read_while_a_graph_is_captured() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
     captured: list[Any] = [monitor.count(decision(True), Skip(1), captured=True) for _ in range(2 * LAG)]
     assert captured == [None] * (2 * LAG)

@@ -150,7 +150,7 @@ def test_train_and_eval_of_optimizer_update_model_weights(
     assert not torch.allclose(again, back, rtol=rtol, atol=atol)
 
 
-def test_train_and_eval_of_plain_optimizer_change_nothing() -> None:
+def test_train_and_eval_of_plain_optimizer_keep_weights() -> None:
     model = nn.Linear(2, 2)
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters()), ProcessGroupRegistry(Topology()))
     before = model.weight.detach().clone()

@@ -59,7 +59,7 @@ def is_named(name: str, found: RunComparison) -> bool:
 
 
 @pytest.mark.parametrize(("name", "layout", "other"), CASES, ids=[f"{n}, {a} beside {b}" for n, a, b in CASES])
-def test_comparison_names_the_planted_mistake(
+def test_comparison_finds_the_planted_mistake(
     record: Record, name: str, layout: Layout, other: Layout, world: World
 ) -> None:
     planted = PLANTED[name]

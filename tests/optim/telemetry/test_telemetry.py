@@ -235,7 +235,7 @@ def in_groups(layout: Layout) -> dict[str, float]:
         return found
 
 
-def test_telemetry_per_group_combines_all_ranks(world: World) -> None:
+def test_telemetry_per_group_reports_norms_over_all_ranks_on_every_rank(world: World) -> None:
     for name in ("pipe, tied", "diagonal"):
         first, *others = world.run(LAYOUTS[name].topology.world_size, in_groups, LAYOUTS[name])
         assert all(other == first for other in others)

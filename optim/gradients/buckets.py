@@ -157,6 +157,8 @@ def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, buc
 # Bucket ---------------------------------------------------------------------------------------------------------------
 
 BUCKET_BYTES = 32 * 2**20
+LARGE = 2**20
+"""Elements of a gradient on a device for which a kernel of its own is faster than a second pass over its memory."""
 
 Finish = Callable[[], object]
 Memory = dict[str, Tensor]
@@ -300,8 +302,8 @@ class GradientBucket:
         self._memory: Memory = {}
         self._padded = layout.padded_numel
         self._spans = list(zip(self.params, layout.spans, strict=True))
-        gaps = (stop for (_, stop), (start, _) in pairwise(layout.spans) if stop != start)
-        self._first_gap = next(gaps, layout.end)
+        ends = [*layout.spans, (layout.padded_numel, layout.padded_numel)]
+        self._gaps = [(stop, start) for (_, stop), (start, _) in pairwise(ends) if stop != start]
 
     def start(self) -> Finish:
         """Start `all_reduce`, and return the function that finishes it."""
@@ -348,21 +350,22 @@ class GradientBucket:
     def pack(self) -> Tensor:
         """Return a new flat buffer, [padded_numel]: gradients times the scale; zeros for None gradients and padding."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
-        flat[self._first_gap :].zero_()
+        if self._gaps:
+            torch._foreach_zero_([flat[start:stop] for start, stop in self._gaps])
         views, gradients = [], []
         for param, view in self._views(flat):
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
+            elif gradient.dtype == self.dtype and self.scale != 1.0 and (flat.is_cpu or view.numel() >= LARGE):
+                torch.mul(gradient, self.scale, out=view)  # one pass over memory instead of two
             elif not flat.is_cpu:  # batched below: copying one by one costs a kernel per gradient
                 views.append(view)
                 gradients.append(gradient)
-            elif self.scale == 1.0:
-                view.copy_(gradient)
-            elif gradient.dtype == self.dtype:  # one pass over memory instead of two
-                torch.mul(gradient, self.scale, out=view)
             else:
-                view.copy_(gradient).mul_(self.scale)
+                view.copy_(gradient)
+                if self.scale != 1.0:
+                    view.mul_(self.scale)
         if views:
             copy_each_(views, gradients)
             if self.scale != 1.0:

@@ -59,7 +59,8 @@ class BackwardReducer:
         name_of: Returns the name of a parameter, for errors.
         eager: Buckets that are reduced during backward, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
-        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 2.
+        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 3. So the device's
+            compute stream waits for a bucket when the second bucket after it starts, and not when the next one starts.
 
     Attributes:
         late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`. None if there is
@@ -72,7 +73,7 @@ class BackwardReducer:
         name_of: Callable[[Tensor], str],
         eager: Sequence[Reducible],
         late: Sequence[Reducible],
-        in_flight: int | None = 2,
+        in_flight: int | None = 3,
     ) -> None:
         self._name_of, self._eager, self._late, self._in_flight = name_of, list(eager), list(late), in_flight
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}

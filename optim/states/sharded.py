@@ -467,7 +467,8 @@ class Sharded(StatePlacement):
     32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or micro-batch (ZeRO-2).
     One all-gather per bucket in each step.
     Host synchronization: none.
-    Memory in addition to the slices: flat copies of two buckets during these collectives.
+    Memory in addition to the slices: flat copies of two buckets during these collectives, and of three buckets during
+    backward with ``gradients=True``.
     """
 
     position: ClassVar[Position] = Position.SHARD

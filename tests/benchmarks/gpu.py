@@ -263,11 +263,13 @@ def bucketed(width: int, depth: int, device: torch.device) -> Ways:
 @contextmanager
 def two_ranks_without_communication() -> Iterator[None]:
     """Join a world of two ranks whose collectives return at once, without a result of the other rank."""
+    from gathered_objects import objects_gathered_by, said_by_all
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield
+        with objects_gathered_by(said_by_all):  # object collectives need the answers of both ranks
+            yield
     finally:
         dist.destroy_process_group()
 

@@ -153,6 +153,29 @@ def test_scaled_half_gradient_is_converted_before_it_is_scaled() -> None:
     assert torch.equal(flat[:64], param.grad.float() * (1 / 3))
 
 
+class Recorded:
+    """A bucket that records the start and the end of its reduction."""
+
+    def __init__(self, name: int, events: list[str]) -> None:
+        self.params, self.name, self.events = [nn.Parameter(torch.ones(2))], name, events
+
+    def start(self) -> Callable[[], None]:
+        self.events.append(f"start {self.name}")
+        return lambda: self.events.append(f"wait {self.name}")
+
+
+def test_backward_does_not_wait_for_a_bucket_when_the_next_one_starts() -> None:
+    """It waits when the second bucket after it starts, so that few buckets are in memory."""
+    events: list[str] = []
+    reduced: list[Any] = [Recorded(index, events) for index in range(4)]
+    reducer = BackwardReducer(str, reduced, [])
+    with reducer.micro_batch():
+        torch.stack([bucket.params[0].sum() for bucket in reduced]).sum().backward()
+    positions = [[events.index(f"{kind} {index}") for index in range(4)] for kind in ("start", "wait")]
+    assert all(wait > start for wait, start in zip(positions[1], positions[0][2:], strict=False))
+    assert positions[1][0] < positions[0][3]
+
+
 def test_two_reductions_are_in_flight_by_default() -> None:
     running, most = 0, 0
 

@@ -215,6 +215,144 @@ LISTED: list[Fault] = [
         "        if False:\n            raise",
     ),
     Fault("parallel/layout/spec.py", " or (index < 0 and axis in dict(self.owned))", ""),
+    # Survivors of ``--fresh 36 200``
+    Fault(
+        "optim/gradients/reduce_in_backward.py",
+        "def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:",
+        "def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 3) -> None:",
+    ),
+    Fault("optim/step/data_parallel.py", "if group is not None:", "if group is None:"),
+    Fault(
+        "parallel/launch.py",
+        'return f"meshstep/restart/{restarts}" if alone and restarts != "0" else ""',
+        'return f"meshstep/restart/{restarts}" if alone or restarts != "0" else ""',
+    ),
+    Fault("parallel/mesh/call_tracker.py", "while waiting and time.monotonic() < until:", "while (waiting):"),
+    Fault("optim/checkpoint/save.py", "if registry.global_rank == 0:", "if registry.global_rank != 0:"),
+    Fault(
+        "optim/checkpoint/directory.py",
+        "reason = printable((str(problem).splitlines() or [type(problem).__name__])[0])",
+        "reason = printable((str(problem).splitlines() and [type(problem).__name__])[0])",
+    ),
+    Fault(
+        "parallel/mesh/random_state.py",
+        'devices = {"cpu": "cpu", **({"cuda": "cuda"} if "cuda" in state and torch.cuda.is_available() else {})}',
+        'devices = {"cpu": "cpu", **({"cuda": "cuda"} if "cuda" in state or torch.cuda.is_available() else {})}',
+    ),
+    Fault("optim/norm/replicas.py", "tie = others[0][1] == count", "tie = others[(-1)][1] == count"),
+    Fault(
+        "optim/gradients/buckets.py",
+        "elif gradient.dtype == self.dtype:  # one pass over memory instead of two",
+        "elif gradient.dtype != self.dtype:  # one pass over memory instead of two",
+    ),
+    Fault(
+        "optim/states/gradient_completion.py",
+        "self._next_checked = (self._next_checked + 1) % len(given)",
+        "self._next_checked = (self._next_checked + (0)) % len(given)",
+    ),
+    Fault("optim/step/data_parallel.py", "if wrong:", "if not (wrong):"),
+    Fault(
+        "amp/capture.py",
+        "return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()",
+        "return (torch.cuda.is_initialized())",
+    ),
+    Fault(
+        "optim/gradients/buckets.py",
+        "lost.sub_(wire).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
+        "lost.sub_(wire).nan_to_num_(nan=0.0, posinf=0.0, neginf=1.0)",
+    ),
+    Fault(
+        "optim/step/skips.py",
+        "self._arrived: list[torch.cuda.Event | None] = [None] * LAG\n        self._step = 0",
+        "self._arrived: list[torch.cuda.Event | None] = [None] * LAG\n        self._step = (-1)",
+    ),
+    Fault("optim/checkpoint/directory.py", "shutil.rmtree(entry, ignore_errors=True)", "shutil.rmtree(entry)"),
+    Fault("optim/norm/replicas.py", "flat = flat + 0.0", "flat = flat + 1.0"),
+    Fault(
+        "optim/parallel_optimizer.py",
+        "self._agreement.used_clip.set_rule(self.clip)\n"
+        "        if self._clip is not None:\n"
+        "            self._clip.bind(plan.parameter_names)",
+        "self._agreement.used_clip.set_rule(self.clip)\n        if self._clip is not None:\n            pass",
+    ),
+    Fault(
+        "optim/norm/plan_agreement.py",
+        "if one is None or other is None or one.text != other.text or (not tied and one.name != other.name):",
+        "if (one is None or other is None or one.text != other.text):",
+    ),
+    Fault(
+        "optim/norm/plan.py",
+        "if annotation_of(param) is None and not has_dtensors((param,)):",
+        "if not (annotation_of(param) is None and (not has_dtensors((param,)))):",
+    ),
+    Fault(
+        "optim/step/window.py",
+        'if self.steps is None or not self.micro_batches or self.phase == "broken":',
+        "if (not self.micro_batches or self.phase == 'broken'):",
+    ),
+    Fault("optim/step/update.py", "lay_out_all(optimizer)", "pass"),
+    Fault(
+        "optim/step/step_agreement.py",
+        "total: Tensor = (mixed if words.numel() == 1 else splitmix64_finalizer(mixed.cumsum(0))).sum()",
+        "total: Tensor = (mixed if words.numel() == 2 else splitmix64_finalizer(mixed.cumsum(0))).sum()",
+    ),
+    Fault(
+        "optim/step/update.py",
+        'fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))',
+        'fused = bool(getattr(optimizer, "_step_supports_amp_scaling", True))',
+    ),
+    Fault(
+        "optim/states/offloaded.py",
+        '"""Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""\n'
+        "        self._send(self.buckets)\n"
+        "        self._arrive()",
+        '"""Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""\n'
+        "        self._send(self.buckets)\n"
+        "        pass",
+    ),
+    Fault(
+        "optim/states/chain.py",
+        "if not isinstance(value, Tensor):\n        return value",
+        "if not isinstance(value, Tensor):\n        pass",
+    ),
+    Fault(
+        "optim/states/chain.py",
+        "if param.grad is None and piece.grad is not None and not hasattr(piece.grad, _SHARED):",
+        "if False:",
+    ),
+    Fault(
+        "optim/clip/base.py",
+        "return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]",
+        "return threshold(steps) if (callable(threshold)) else threshold  # type: ignore[return-value]",
+    ),
+    Fault(
+        "optim/norm/measure.py", "return self.total_norm >= _norm_of(other)", "return self.total_norm > _norm_of(other)"
+    ),
+    Fault("optim/parallel_optimizer.py", "self._saved().check(state_dict)", "pass"),
+    Fault(
+        "optim/step/wrapped_optimizer.py",
+        "self.state, self.param_groups = state, [next(loaded[index]) for index in own]\n        self._share()",
+        "self.state, self.param_groups = state, [next(loaded[index]) for index in own]\n        pass",
+    ),
+    Fault(
+        "optim/clip/functional.py",
+        'check_number_threshold(clip_value, "clip_value")\n'
+        "    listed, registry = _listed(unique_params(params), registry)\n"
+        "    check_gradients(listed, registry)",
+        'check_number_threshold(clip_value, "clip_value")\n'
+        "    listed, registry = _listed(unique_params(params), registry)\n"
+        "    pass",
+    ),
+    Fault(
+        "parallel/mesh/agreement.py",
+        "def describe(value: object, depth: int = 4) -> str:",
+        "def describe(value: object, depth: int = (3)) -> str:",
+    ),
+    Fault(
+        "parallel/interop/inferred_registry.py",
+        'roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"',
+        'roles[dim.name] = "pipe" if False else "data"',
+    ),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -224,6 +362,22 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "not spec.entries",
         "False",
     ): "without entries, each dim is multiplied by the size of no axis",
+    ("optim/clip/functional.py", "check_packed(rule, reduction)", "pass"): "the clipper raises the same error",
+    (
+        "optim/states/chain.py",
+        "next(names, None) or label_of(tensor)",
+        "(next(names, None))",
+    ): "each parameter has a name or a number",
+    (
+        "optim/step/c_engine.py",
+        "not here and param.grad is not None",
+        "(not here)",
+    ): "torch steps no parameter without a gradient",
+    (
+        "parallel/mesh/call_tracker.py",
+        "threading.main_thread().ident or 0",
+        "(threading.main_thread().ident)",
+    ): "a running main thread has a number",
 }
 
 

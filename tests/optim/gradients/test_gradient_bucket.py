@@ -194,8 +194,10 @@ def test_two_reductions_are_in_flight_by_default() -> None:
 
 def test_error_of_non_finite_gradient_is_not_fed_back() -> None:
     """The step is skipped, so the next one must send its own gradient only."""
-    hook, memory, nothing = Bf16Compression(error_feedback=True), Memory(), torch.zeros(3)
-    hook._rounded(torch.tensor([torch.nan, torch.inf, -torch.inf]), memory)
+    largest = torch.finfo(torch.float32).max  # rounds to inf in bfloat16
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf, largest, -largest])
+    hook, memory, nothing = Bf16Compression(error_feedback=True), Memory(), torch.zeros(5)
+    hook._rounded(bad, memory)
     assert torch.equal(hook._rounded(nothing, memory), nothing.bfloat16())
-    hook._rounded(torch.full((3,), 1 + 2**-10), memory)  # the rounding error of a finite gradient is fed back
-    assert torch.equal(hook._rounded(nothing, memory), torch.full((3,), 2**-10).bfloat16())
+    hook._rounded(torch.full((5,), 1 + 2**-10), memory)  # the rounding error of a finite gradient is fed back
+    assert torch.equal(hook._rounded(nothing, memory), torch.full((5,), 2**-10).bfloat16())

@@ -25,13 +25,24 @@ from .plan import ReductionPlan
 
 States = Callable[[], Sequence[Mapping[str, Tensor]]]
 
-ADVICE = (
-    "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
-    "broadcast_weights(model, registry)), or is sharded but declared replicated. A gradient that differs lacks a reduction "
-    "over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was computed from "
-    "another batch than its replicas' (if replicas may differ, use check_replicas=False), or was changed on each "
-    "rank after backward (use max_norm= instead of torch.nn.utils.clip_grad_norm_)"
-)
+
+def advice_on(may_differ: str, instead: str) -> str:
+    """Return the possible causes of replicas that differ in the first step, and how to correct them.
+
+    Args:
+        may_differ: What to write if replicas may differ.
+        instead: What to use instead of `torch.nn.utils.clip_grad_norm_`.
+    """
+    return (
+        "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
+        "broadcast_weights(model, registry)), or is sharded but declared replicated. A gradient that differs lacks a "
+        "reduction over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was "
+        f"computed from another batch than its replicas' (if replicas may differ, {may_differ}), or was changed on each "
+        f"rank after backward (use {instead} instead of torch.nn.utils.clip_grad_norm_)"
+    )
+
+
+ADVICE = advice_on("use check_replicas=False", "max_norm=")
 
 
 class ReplicaMismatchError(RuntimeError):

@@ -611,8 +611,8 @@ ADVICE = {  # by prefix of a fact's name
         "steps."
     ),
     EXPLICIT: (
-        "Call clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: all-reduce a threshold "
-        "first that a rank computes from its own loss or gradients."
+        "Call clip_grads, clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: all-reduce a "
+        "threshold first that a rank computes from its own loss or gradients."
     ),
     "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
     GRADIENT: (

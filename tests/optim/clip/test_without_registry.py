@@ -148,7 +148,9 @@ def experts_on_slice(declared: bool) -> tuple[float | str, float]:
 
 def test_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
     for error, _ in world.run(4, experts_on_slice, False):
+        assert str(error).startswith("replicas differ, nothing was clipped:")
         assert "experts: the gradient differs along axis 'ep'" in str(error)
+        assert "(if replicas may differ, give a registry, with which replicas are not compared)" in str(error)
 
 
 def test_norm_sums_experts_over_a_declared_dim_of_the_root_mesh(world: World) -> None:

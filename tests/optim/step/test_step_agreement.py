@@ -593,11 +593,11 @@ def clip_twice(run: Run, step: int) -> None:
 EXPLICIT: dict[str, tuple[Callable[[Run, int], None], str]] = {
     "threshold": (
         clip_apart,
-        "is clip_grad_by_norm(1) on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grad_by",
+        "is clip_grad_by_norm(1) on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grads",
     ),
     "one rank": (
         clip_on_last,
-        "is none on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grad_by_norm or clip_grad",
+        "is none on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grads, clip_grad_by_norm or",
     ),
     "call": (
         clip_otherwise,

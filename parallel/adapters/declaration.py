@@ -310,7 +310,7 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
         for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
     }
     zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
-    merged = [adapter.name for adapter in adapters_of(model) if _is_merged(adapter.module)]
+    merged = [adapter.name for adapter in adapters_of(model) if is_merged(adapter.module)]
     by_rank = gather_objects((zero, merged), registry)
     if merged := [*dict.fromkeys(name for _, names_of_rank in by_rank for name in names_of_rank)]:
         raise ValueError(
@@ -328,7 +328,7 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
                 local_tensor(factors[name]).zero_()
 
 
-def _is_merged(module: nn.Module) -> bool:
+def is_merged(module: nn.Module) -> bool:
     """Return True if an adapter of meshstep or of PEFT is merged into its base layer."""
     return bool(getattr(module, "is_merged", False) or getattr(module, "merged", False))
 

@@ -22,7 +22,7 @@ from ..layout.spec import P
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import some
-from .declaration import Adapter, adapters_of, derived_layout, registry_in, saved_modules
+from .declaration import Adapter, adapters_of, derived_layout, is_merged, registry_in, saved_modules
 from .grouped_lora import GroupedLayout, GroupedLoRA
 from .lora import LoRA, expert_names
 
@@ -147,8 +147,8 @@ def load_adapter(
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
         FileNotFoundError: On every rank: a file is missing.
-        ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; or as in
-            `save_adapter`. The model is unchanged in this case.
+        ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an adapter
+            is merged; or as in `save_adapter`. The model is unchanged in this case.
     Collectives: object all-gathers over the world. Host synchronization: yes.
     """
     registry = registry or registry_in(model)
@@ -158,6 +158,11 @@ def load_adapter(
         config = json.loads(Path(folder, _CONFIG).read_text())
         params: list[StoredParameter] = []
         for adapter in _adapters(model, adapter_name):
+            if is_merged(adapter.module):
+                raise ValueError(
+                    f"the adapter of {adapter.name} is merged, so unmerge() would subtract other factors than merge() has "
+                    "added; call unmerge() before load_adapter"
+                )
             names, of_adapter = _stored_parameters(adapter, model, registry)
             params += of_adapter
             for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,16 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
 
 from megatron_on_cpu import gpt, megatron, tokens_of
-from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import LoRA, add_lora, spec_of, unshard, vocab_parallel_cross_entropy
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.parallel import (
+    LoRA,
+    add_lora,
+    load_adapter,
+    save_adapter,
+    spec_of,
+    unshard,
+    vocab_parallel_cross_entropy,
+)
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
 from torch import Tensor, nn
 from world import World
@@ -169,3 +178,102 @@ def test_lora_on_megatron_layers_trains_like_dense_lora(world: World, case: str,
         assert norms == pytest.approx(expected_norms, rel=tolerance)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# Checkpoints and files ------------------------------------------------------------------------------------------------
+
+CONTINUED = {"use_dora": True}
+
+
+def part(
+    sizes: dict[str, int], options: dict[str, Any], folder: str, steps: list[int]
+) -> tuple[Weights, Weights, list[float], Weights, Tensor]:
+    """Train for some steps, from the checkpoint in ``folder`` unless they begin at 0; save a checkpoint and the adapter.
+
+    Returns:
+        Base weights, factors at the start, norms, factors at the end, and the loss of the first batch.
+    """
+    with megatron(**sizes), registry_of() as registry:
+        model = gpt(**{**sizes, **options}).double()
+        declare_by_flags(model, registry)
+        base = {name: unshard(param.detach(), spec_of(param), registry) for name, param in model.named_parameters()}
+        adapters = add_lora(model, LAYERS, R, ALPHA, registry, **CONTINUED)
+        for index, adapter in enumerate(adapters.values()):
+            assert isinstance(adapter, LoRA)
+            _randomize(adapter, index, registry)
+        params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        optimizer = ParallelOptimizer(torch.optim.AdamW(params, lr=LR, fused=True), registry, max_norm=MAX_NORM)
+        if steps[0]:
+            load_checkpoint(f"{folder}/checkpoint", model, optimizer)
+
+        def full() -> Weights:
+            return {name: unshard(param.detach(), spec_of(param), registry) for name, param in params}
+
+        def loss_of(step: int) -> Tensor:
+            tokens, positions, mask = tokens_of(4 * step)
+            logits = model(tokens[:, :-1], positions, mask)
+            return vocab_parallel_cross_entropy(logits, tokens[:, 1:], registry, axis="tensor")
+
+        first, norms = full(), []
+        for step in steps:
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(step))
+            norms.append(float(optimizer.step().total_norm))
+        save_checkpoint(f"{folder}/checkpoint", model, optimizer)
+        save_adapter(f"{folder}/adapter", model, registry)
+        return base, first, norms, full(), loss_of(0).detach()
+
+
+def test_training_of_megatron_adapters_continues_on_another_layout(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
+    folder, half = str(tmp_path), list(range(STEPS // 2))
+    two = {"tensor_model_parallel_size": 2}
+    base, first, norms, _, _ = world.run(2, part, two, {**DENSE, "sequence_parallel": True}, folder, half)[0]
+    after = [step + STEPS // 2 for step in half]
+    ours = world.run(1, part, {"tensor_model_parallel_size": 1}, DENSE, folder, after)
+    expected_norms, expected = world.run(1, reference, base, first, {**DENSE, "model_ranks": 4}, 1, ALPHA / R)[0]
+    for _, _, more, weights, _ in ours:
+        assert [*norms, *more] == pytest.approx(expected_norms, rel=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    for loss in world.run(2, loaded_loss, two, folder):
+        torch.testing.assert_close(loss, ours[0][-1], rtol=1e-12, atol=0)
+
+
+def loaded_loss(sizes: dict[str, int], folder: str) -> Tensor:
+    """Return the loss of the base model with the saved adapter."""
+    with megatron(**sizes), registry_of() as registry:
+        model = gpt(**{**sizes, **DENSE}).double()
+        declare_by_flags(model, registry)
+        add_lora(model, LAYERS, R, ALPHA, registry, **CONTINUED)
+        load_adapter(f"{folder}/adapter", model, registry)
+        tokens, positions, mask = tokens_of(0)
+        logits = model(tokens[:, :-1], positions, mask)
+        return vocab_parallel_cross_entropy(logits, tokens[:, 1:], registry, axis="tensor").detach()
+
+
+def saved_experts(folder: str) -> Weights:
+    sizes, options = CASES["experts over data"]
+    with megatron(**sizes), registry_of() as registry:
+        model = gpt(**{**sizes, **options}).double()
+        declare_by_flags(model, registry)
+        add_lora(model, ["linear_fc1"], R, ALPHA, registry)
+        save_adapter(folder, model, registry)
+        return {
+            name: unshard(param.detach(), spec_of(param), registry)
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
+
+
+def test_adapters_of_megatron_experts_are_saved_with_the_numbers_of_the_dense_model(
+    world: World, tmp_path: Path
+) -> None:
+    safetensors: Any = pytest.importorskip("safetensors.torch", reason="needs safetensors (the extra 'lora')")
+    weights = world.run(4, saved_experts, str(tmp_path))[0]
+    found = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    assert len(found) == 2 * len(weights)
+    for name, weight in weights.items():
+        for rank, part_of_rank in enumerate(weight.chunk(2)):
+            number = re.sub(r"local_experts\.(\d+)", lambda at: f"local_experts.{2 * rank + int(at[1])}", name)  # noqa: B023
+            assert torch.equal(found[f"base_model.model.{number}.weight"], part_of_rank), name

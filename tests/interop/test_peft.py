@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import (
-    LoRA,
+    ProcessGroupRegistry,
+    Topology,
     add_lora,
     declare_adapters,
     full_shape,
@@ -25,6 +27,7 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.interop.local_parameters import local_tensor
+from meshstep.testing import prove
 from torch import Tensor, nn
 from transformers_models import Mesh, loaded, loss_of, made, tokens_of
 from world import World
@@ -87,7 +90,7 @@ def own_run(path: str, mesh: Mesh, targets: list[str], **options: Any) -> tuple[
         return run(model, registry, mesh)
 
 
-def set_random(adapters: dict[str, LoRA]) -> None:
+def set_random(adapters: Any) -> None:
     """Set both factors to random values, which are the same full tensors on every layout."""
     for name, adapter in adapters.items():
         layout = adapter._layout
@@ -98,13 +101,20 @@ def set_random(adapters: dict[str, LoRA]) -> None:
             param.data.copy_(shard(full, spec_of(param), layout.registry))
 
 
-def run(model: nn.Module, registry: Any, mesh: Mesh) -> tuple[list[float], Weights]:
+def run(
+    model: nn.Module, registry: Any, mesh: Mesh, steps: Sequence[int] = range(STEPS), folder: str = ""
+) -> tuple[list[float], Weights]:
+    """Train for ``steps``, from the checkpoint in ``folder`` if they do not begin at 0, and save a checkpoint there."""
     optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM)
     norms = []
-    for step in range(STEPS):
+    if steps[0]:
+        load_checkpoint(folder, model, optimizer, trainable_only=True)
+    for step in steps:
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, tokens_of(step)[registry.rank("fsdp") :: mesh[0]]))
         norms.append(float(optimizer.step().total_norm))
+    if folder:
+        save_checkpoint(folder, model, optimizer, trainable_only=True)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     specs = {name: spec_of(param, registry.topology) for name, param in trained.items()}
     return norms, {plain(name): unshard(local_tensor(trained[name]), spec, registry) for name, spec in specs.items()}
@@ -157,6 +167,36 @@ def test_lora_on_sharded_embedding_and_head_trains_like_peft(
     expected = peft_run(path, targets, **options)
     for found in world.run(2, own_run_with, path, (1, 2), targets, options):
         assert_equal(found, expected)
+
+
+def part_run(
+    path: str, mesh: Mesh, options: dict[str, Any], steps: Sequence[int], folder: str
+) -> tuple[list[float], Weights]:
+    model = loaded(path, mesh)
+    with registry_of(model) as registry:
+        set_random(add_lora(model, ALL, R, ALPHA, registry, **options))
+        return run(model, registry, mesh, steps, folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "before", "after"),
+    [("llama", {"use_dora": True}, (1, 2), (2, 2)), ("qwen3", {"use_rslora": True}, (2, 2), (1, 2))],
+    ids=["llama-dora", "qwen3-rslora"],
+)
+def test_training_of_adapters_continues_on_another_layout(
+    world: World,
+    saved: Callable[[str], str],
+    tmp_path: Path,
+    kind: str,
+    options: dict[str, Any],
+    before: Mesh,
+    after: Mesh,
+) -> None:
+    path, folder = saved(kind), str(tmp_path / "saved")
+    first, _ = world.run(before[0] * before[1], part_run, path, before, options, range(5), folder)[0]
+    expected = peft_run(path, ALL, **options)
+    for norms, weights in world.run(after[0] * after[1], part_run, path, after, options, range(5, STEPS), folder):
+        assert_equal(([*first, *norms], weights), expected)
 
 
 # PEFT's own adapters --------------------------------------------------------------------------------------------------
@@ -216,6 +256,21 @@ def test_peft_adapter_with_wrong_forward_is_named(
     for found in world.run(mesh[0] * mesh[1], with_peft_run, saved("llama"), mesh, targets, {}):
         assert text in found
         assert "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer" in found
+
+
+def test_prove_accepts_dora_of_peft(saved: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT detaches the norm of the weight; `prove` keeps it constant."""
+    model = with_peft(loaded(saved("llama"), None), ["q_proj", "down_proj"], use_dora=True)
+    registry = ProcessGroupRegistry(Topology())
+
+    def loss(model: nn.Module) -> Tensor:
+        return loss_of(model, tokens_of(0))
+
+    proof = prove(model, loss, registry)
+    assert len(proof.proved) == 2 * 2 * 3
+    assert proof.is_correct, proof
+    monkeypatch.setattr("meshstep.optim.proof.prove.constant_norms", contextlib.nullcontext)
+    assert not prove(model, loss, registry).is_correct
 
 
 # PEFT's files ---------------------------------------------------------------------------------------------------------

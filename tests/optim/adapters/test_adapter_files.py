@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lora_models import LAYOUTS, Options, R, Weights, adapted, full_weights, ranks_of
+from lora_models import LAYOUTS, Options, R, Weights, adapted, batch, dense_model, full_weights, ranks_of
 from meshstep.parallel import ProcessGroupRegistry, Topology, load_adapter, save_adapter
-from torch import nn
+from torch import Tensor, nn
 from world import World
 
 pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
@@ -44,6 +46,45 @@ def test_adapter_is_loaded_onto_another_layout(world: World, tmp_path: Path, bef
     for found in world.run(ranks_of(after), loaded, after, folder):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def saved_loss(layout: str, folder: str, options: Options) -> Tensor:
+    with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
+        model = adapted(layout, registry, options)
+        save_adapter(folder, model)
+        ids, targets = batch(0)
+        return LAYOUTS[layout].loss(model, ids, targets, registry).detach()
+
+
+@pytest.mark.parametrize("adapters", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("layout", ["tensor", "grid", "cube tables"])
+def test_peft_computes_the_same_loss_with_saved_adapter(
+    world: World, tmp_path: Path, layout: str, adapters: dict[str, Any]
+) -> None:
+    peft: Any = pytest.importorskip("peft", reason="needs peft (the extra 'interop')")
+    folder, options = str(tmp_path / "adapter"), Options(adapters=adapters, blocks=1)
+    losses = world.run(ranks_of(layout), saved_loss, layout, folder, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(dense_model(options), folder)
+    ids, targets = batch(0)
+    expected = LAYOUTS["single"].loss(model, ids, targets, ProcessGroupRegistry(Topology())).detach()
+    torch.testing.assert_close(torch.stack(losses), expected.expand(len(losses)), rtol=1e-12, atol=0)
+
+
+def merged_error(folder: str) -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model: Any = adapted("tensor", registry, OPTIONS)
+        save_adapter(folder, model)
+        model.down.merge()
+        with pytest.raises(ValueError, match=r".") as error:
+            load_adapter(folder, model)
+        return str(error.value)
+
+
+def test_loading_into_merged_adapter_is_an_error(world: World, tmp_path: Path) -> None:
+    for text in world.run(2, merged_error, str(tmp_path)):
+        assert text.startswith("the adapter of down is merged, so unmerge() would subtract other factors than merge()")
 
 
 def test_missing_package_and_missing_adapter_raise_clear_errors(tmp_path: Path) -> None:

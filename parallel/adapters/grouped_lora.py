@@ -66,8 +66,8 @@ class GroupedLoRA(nn.Module):
         use_rslora: If True, the change is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
         is_transposed: True if the parameters are [experts, in, out]. None: the attribute ``is_transposed`` of ``base``, or
             else False. Default: None.
-        expert_axes: Of a DTensor on data axes: the data axes along which ranks hold different experts. Along its other data
-            axes, the DTensor counts as stored by `fully_shard`, so that the forward computes without them. Default: none.
+        expert_axes: Data axes along which ranks hold different experts, for DTensors. If other data axes shard a DTensor,
+            `fully_shard` gathers it over them for the forward. Default: none.
         seed: Seed of the initial factors, which depend on it and on the names only. Default: 0.
         dtype: Of the factors. None: the dtype of each parameter.
         name: Name of the module, for errors and for the seed. Default: "the experts".

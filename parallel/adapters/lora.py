@@ -188,7 +188,7 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def _row_norms(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the norms of the rows of the adapted weight that this rank computes with: [rows of B on this rank].
+        """Return the norm of each row of the adapted weight, for this rank's rows of B.
 
         Args:
             dtype: Dtype of the computation. None: the weight's, at least float32.

@@ -147,8 +147,8 @@ def load_adapter(
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
         FileNotFoundError: On every rank: a file is missing.
-        ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an adapter
-            is merged; or as in `save_adapter`. The model is unchanged in this case.
+        ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an
+            adapter is merged; or as in `save_adapter`. The model is unchanged in this case.
     Collectives: object all-gathers over the world. Host synchronization: yes.
     """
     registry = registry or registry_in(model)

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         return 2
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed, and some would import missing packages
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    files = [argument for argument in arguments if argument.startswith("test_gpu_")]
+    files = [argument for argument in arguments if argument.partition("::")[0].endswith(".py")]
     arguments = [argument for argument in arguments if argument not in files]
     chosen = [GPU / name for name in files] or [GPU / "test_gpu_torchrun.py" if under_torchrun else GPU]
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from .batching import LazyTensors, grouped
-from .optimizer import Slot, Update, WholeOptimizer, adam_directions, moments, unscale_together
+from .optimizer import LATE, Slot, Update, WholeOptimizer, adam_directions, moments, unscale_together
 
 
 class LAMB(WholeOptimizer):
@@ -117,10 +117,6 @@ class LAMB(WholeOptimizer):
             self.descend_each([slot.param for slot in of_group], along, of_group[0].group["lr"])
         for slot in uncounted:
             yield Update(slot, slot.param, {})
-
-
-LATE = 1e9
-"""A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-7."""
 
 
 def _is_adapted(slot: Slot) -> bool:

@@ -167,6 +167,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         Host synchronization: see the subclass.
         """
 
+    def finish_step(self, slots: Sequence[Slot]) -> None:
+        """Do nothing. `step` calls this method after it has written all updates and step counts."""
+
     def is_whole_state(self, key: str) -> bool:
         """Return True if the state named ``key`` belongs to a full tensor, not to a shard."""
         return key in self.whole_states
@@ -297,12 +300,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         counted = []
         self._is_stepping = True
         try:
-            for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
+            slots = self._slots(getattr(self, "grad_scale", None))
+            for slot, param, state in self.updates(slots):
                 self.write(slot.param, param)
                 for key, value in state.items():
                     self.write(slot.state[key], value)
                 counted.append(slot)
             self._count(counted)
+            self.finish_step(slots)
         finally:
             self._is_stepping = False
             self._skip_flags.clear()
@@ -476,8 +481,8 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
     """
     for of_group in batching.grouped(slots, lambda slot: id(slot.group)).values():
         params, steps = [slot.param for slot in of_group], [slot.state["step"] for slot in of_group]
-        group = of_group[0].group
-        _fused_adamw(of_group, params, steps, found_inf, group["lr"], group["weight_decay"])
+        lr, decay, betas, eps = (of_group[0].group[key] for key in ("lr", "weight_decay", "betas", "eps"))
+        fused_adamw(of_group, params, steps, found_inf, lr, decay, betas, eps)
 
 
 def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> list[Tensor]:
@@ -492,20 +497,30 @@ def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: T
         found_inf: 0-dim float32; None: 0.
     """
     directions = batching.zeros_like_each([slot.param for slot in slots])
-    _fused_adamw(slots, directions, steps, found_inf, -1.0, 0.0)
+    group = slots[0].group
+    fused_adamw(slots, directions, steps, found_inf, -1.0, 0.0, group["betas"], group["eps"])
     return directions
 
 
-def _fused_adamw(
+def fused_adamw(
     slots: Sequence[Slot],
     params: Sequence[Tensor],
     steps: Sequence[Tensor],
     found_inf: Tensor | None,
     lr: float | Tensor,
     weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
 ) -> None:
-    group = slots[0].group
-    beta1, beta2 = group["betas"]
+    """Step ``params`` by torch's fused AdamW, with the gradients and moments of ``slots``, as `adamw_in_place` does.
+
+    Args:
+        slots: Slots for which `Slot.is_batched` is True, with the same ``grad_scale``.
+        params: Contiguous tensors of the shapes of the slots.
+        steps: Step counts before this step, one tensor per slot; changed in place.
+        found_inf: 0-dim float32; None: 0.
+        lr, weight_decay, betas, eps: Options of AdamW.
+    """
     adamw(
         list(params),
         [slot.scaled_grad.to(slot.param.dtype).contiguous() for slot in slots],
@@ -517,13 +532,17 @@ def _fused_adamw(
         grad_scale=slots[0].grad_scale,
         found_inf=found_inf,
         amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
+        beta1=betas[0],
+        beta2=betas[1],
         lr=lr,
         weight_decay=weight_decay,
-        eps=group["eps"],
+        eps=eps,
         maximize=False,
     )
+
+
+LATE = 1e9
+"""A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-7."""
 
 
 def adamw_update(slot: Slot) -> Update:
@@ -665,31 +684,34 @@ class StepsTaken:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the count on the GPU, and its version counter
-        self._copies: dict[int, Tensor] = {}
+        # by position: the count on the GPU, its version counter, and its index in the copy of its device's counts
+        self._seen: dict[int, tuple[Tensor, int, int]] = {}
+        self._copies: dict[torch.device, Tensor] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
 
     def of(self, slot: Slot) -> int:
         """Return the number of steps that ``slot`` has taken before the current step.
 
         Host synchronization: if the count is on a GPU, the host waits for the end of the previous step. In the first
-        step, and in the first step after a load, it waits for all work in the current stream.
+            step, and in the first step after a load, it waits for all work in the current stream.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
             return _number_in(count.detach().cpu())
         self._arrived[count.device].synchronize()
-        return _number_in(self._copies[slot.position])
+        return _number_in(self._copies[count.device][seen[2]])
 
     def note(self, slots: Sequence[Slot]) -> None:
         """Start copying the step counts of ``slots`` from the GPU to the host. Call it after the step's last update."""
-        for slot in slots:
-            count: Tensor = slot.state["step"]
-            if count.is_cuda:
-                copy = self._copies.setdefault(slot.position, torch.empty((), dtype=count.dtype, pin_memory=True))
-                copy.copy_(count, non_blocking=True)
-                self._seen[slot.position] = count, count._version
-        for device in {slot.state["step"].device for slot in slots if slot.state["step"].is_cuda}:
+        on_gpus = [slot for slot in slots if slot.state["step"].is_cuda]
+        for device, of_device in batching.grouped(on_gpus, lambda slot: slot.state["step"].device).items():
+            counts: list[Tensor] = [slot.state["step"] for slot in of_device]
+            copy = self._copies.get(device)
+            if copy is None or len(copy) != len(counts):
+                copy = self._copies[device] = torch.empty(len(counts), dtype=torch.float64, pin_memory=True)
+            copy.copy_(torch.stack(counts).double(), non_blocking=True)
+            for index, (slot, count) in enumerate(zip(of_device, counts, strict=True)):
+                self._seen[slot.position] = count, count._version, index
             event = self._arrived[device] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
 

@@ -42,8 +42,9 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.shard import Shape
+from .batching import grouped
 from .exchange import Matrix
-from .optimizer import HomeOptimizer, Slot, Update, moments, named
+from .optimizer import LATE, HomeOptimizer, Slot, Update, fused_adamw, moments, named
 from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
@@ -209,6 +210,9 @@ class PreconditionedOptimizer(HomeOptimizer):
         gradients = {slot.position: slot.grad for slot in slots if self.tensors.tensors[slot.position].metadata}
         return dict(self.homes.map([gradients], compute))
 
+    def finish_step(self, slots: Sequence[Slot]) -> None:
+        self.taken.note(slots)
+
     @abstractmethod
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
         """Return the update direction of one matrix, and update its states.
@@ -307,7 +311,9 @@ class Shampoo(PreconditionedOptimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = {slot.position: self.taken.of(slot) for slot in slots}
         found = self.directions(slots, taken)
-        for slot in slots:
+        is_together = {slot.position: slot.is_batched and slot.group["grafting"] == "adam" for slot in slots}
+        yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found)
+        for slot in (slot for slot in slots if not is_together[slot.position]):
             new: dict[str, Tensor] = {}
             if slot.position not in found:
                 m, v, found[slot.position] = grafted(
@@ -316,7 +322,19 @@ class Shampoo(PreconditionedOptimizer):
                 new = {"exp_avg": m, "exp_avg_sq": v}
             lr, decay = slot.group["lr"], slot.group["weight_decay"]
             yield Update(slot, slot.param * (1 - lr * decay) - lr * found[slot.position], new)
-        self.taken.note(slots)
+
+    def _updates_together(self, slots: Sequence[Slot], found: Mapping[int, Tensor]) -> Iterator[Update]:
+        """Step matrices along their directions, and vectors by fused AdamW, in place with few kernels."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for of_group in grouped(slots, lambda slot: (id(slot.group), slot.position in found)).values():
+            group = of_group[0].group
+            params, lr, decay = [slot.param for slot in of_group], group["lr"], group["weight_decay"]
+            if of_group[0].position in found:
+                self.descend_each(params, [found[slot.position] for slot in of_group], lr, decay)
+                yield from (Update(slot, slot.param, {}) for slot in of_group)
+                continue
+            betas, counts = (group["betas"][0], group["grafting_beta2"]), [slot.state["step"] for slot in of_group]
+            fused_adamw(of_group, params, counts, found_inf, lr, decay, betas, group["grafting_epsilon"])
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
         """Return the preconditioned momentum, scaled to the norm of the grafted step, and update the states."""
@@ -441,7 +459,9 @@ class SOAP(PreconditionedOptimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = {slot.position: self.taken.of(slot) for slot in slots}
         found = self.directions(slots, taken)
-        for slot in slots:
+        is_together = {slot.position: slot.is_batched and self._has_positive_rate(slot) for slot in slots}
+        yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found, taken)
+        for slot in (slot for slot in slots if not is_together[slot.position]):
             beta1, beta2 = slot.group["betas"]
             lr, k, new = slot.group["lr"], taken[slot.position], {}
             if slot.position in found:
@@ -455,7 +475,33 @@ class SOAP(PreconditionedOptimizer):
                 continue
             rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k)
             yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
-        self.taken.note(slots)
+
+    def _has_positive_rate(self, slot: Slot) -> bool:
+        """Return True if the learning rate is a number > 0, which the formulas of `_updates_together` need."""
+        lr, decay = slot.group["lr"], slot.group["weight_decay"]
+        return not isinstance(lr, Tensor) and lr > 0 and lr * decay < 1
+
+    def _updates_together(
+        self, slots: Sequence[Slot], found: Mapping[int, Tensor], taken: Mapping[int, int]
+    ) -> Iterator[Update]:
+        """Step matrices along their directions, and vectors by fused AdamW, in place with few kernels.
+
+        The step (w - r U) (1 - lr wd) equals w - r' (U + d w), with r' = r (1 - lr wd) and d = lr wd / r'.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for (_, k, is_matrix), alike in grouped(
+            slots, lambda slot: (id(slot.group), taken[slot.position], slot.position in found)
+        ).items():
+            group, params = alike[0].group, [slot.param for slot in alike]
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            if k:
+                rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k) * (1 - lr * decay)
+                if is_matrix:
+                    self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
+                else:  # the rate has the bias correction
+                    counts = [torch.full_like(alike[0].state["step"], LATE) for _ in alike]
+                    fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
+            yield from (Update(slot, slot.param, {}) for slot in alike)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
         """Return Adam's direction in the eigenbases, rotated back; zeros in the first step. Update the states."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.optim import LAMB, LARS, Adafactor, Muon, ParallelOptimizer, StableAdamW
+from meshstep.optim import LAMB, LARS, SOAP, Adafactor, Muon, ParallelOptimizer, Shampoo, StableAdamW
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
@@ -44,6 +44,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LARS": lambda params: LARS(two_groups(params, weight_decay=0.0), momentum=0.9, weight_decay=0.1),
     "LARS, nesterov": lambda params: LARS(params, momentum=0.9, nesterov=True, always_adapt=True),
     "LARS without momentum": lambda params: LARS(params, weight_decay=0.1),
+    "SOAP": lambda params: SOAP(params, lr=0.1, weight_decay=0.1, factor_dtype=torch.float64),
+    "SOAP, learning rate 0": lambda params: SOAP(params, lr=0.0, factor_dtype=torch.float64),
+    "Shampoo": lambda params: Shampoo(params, lr=0.1, weight_decay=0.1, factor_dtype=torch.float64),
+    "Shampoo, sgd": lambda params: Shampoo(params, lr=0.1, grafting="sgd", factor_dtype=torch.float64),
     "StableAdamW": lambda params: StableAdamW(params, lr=0.1),
     "Adafactor": lambda params: Adafactor(params, lr=0.1),
 }
@@ -115,7 +119,7 @@ def test_step_of_tensors_together_divides_gradients_by_their_scale(name: str) ->
     one, _ = stepped(OPTIMIZERS[name], False, torch.float32)
     many, _ = stepped(OPTIMIZERS[name], True, torch.float32, scale=1024.0)
     assert far(one, many) <= 1e-4
-    unscaled, _ = stepped(OPTIMIZERS[name], False, torch.float32, scale=3.0)
+    unscaled, _ = stepped(OPTIMIZERS[name], False, torch.float32, scale=0.25)
     assert far(unscaled, many) <= 1e-4
 
 
@@ -166,6 +170,20 @@ def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) ->
     for eps in (0.0, 1e-7):
         expected = torch.stack([newton_schulz(matrix, eps=eps) for matrix in stack])
         torch.testing.assert_close(newton_schulz(stack, eps=eps), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_step_counts_are_written_before_the_step_is_finished(together: bool) -> None:
+    """SOAP copies the counts to the host then. A later write would make the copies invalid, so the next step would wait."""
+    counts: list[list[float]] = []
+
+    class Recorded(SOAP):
+        def finish_step(self, slots: Any) -> None:
+            counts.append([float(slot.state["step"]) for slot in slots])
+            super().finish_step(slots)
+
+    stepped(lambda params: Recorded(params, factor_dtype=torch.float64), together, stop=2)
+    assert counts == [[1.0] * len(SHAPES), [2.0] * len(SHAPES)]
 
 
 def lamb(params: Any) -> LAMB:

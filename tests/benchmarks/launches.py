@@ -2,9 +2,14 @@
 
     python tests/benchmarks/launches.py
 
-Each row is a step of a transformer with 100 float32 parameters, or of the same parameters in bfloat16, in a single
-process with clipping. Nothing runs on a GPU: the counts follow from the operators that the step issues. The traffic is
-the sum over all operators of the bytes that they read and write, per element of the parameters.
+Each row is a step of a transformer with 100 parameters, in a single process with clipping, in float32 or in bfloat16 for
+stochastic rounding. Nothing runs on a GPU: the counts follow from the operators that the step issues.
+
+    kernels   an estimate of the kernels that the operators launch
+    bytes     bytes that all operators read and write, per element of the parameters
+
+The first two columns of figures are for tensors that are stepped one after the other, as on a CPU. The last two are for
+tensors that are stepped together, as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import argparse
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import torch
 from fake_cuda import Log, fake_cuda
 from meshstep.amp import Bf16
+from meshstep.amp.stochastic_rounding import Drawn
 from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, HalfStates, Muon, ParallelOptimizer, Shampoo, StableAdamW
+from meshstep.optim.states import half_states, masters
+from meshstep.optim.whole import batching
 from meshstep.optim.whole import optimizer as of_whole
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
@@ -40,17 +49,21 @@ class Case:
         make: The optimizer of named parameters.
         dtype: Dtype of the parameters.
         options: Options of `ParallelOptimizer`.
+        triton: True: a Triton kernel rounds. It cannot run on fake tensors, so its launches and bytes follow from the sizes
+            of its tensors.
     """
 
     make: Make
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    triton: bool = False
 
 
 def fused(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
+ROUNDED = {"precision": Bf16(stochastic_rounding=True)}
 CASES: dict[str, Case] = {
     "AdamW(fused=True)": Case(fused),
     "Muon": Case(lambda params: Muon(params, lr=0.02)),
@@ -61,8 +74,10 @@ CASES: dict[str, Case] = {
     "CAME": Case(lambda params: CAME(params, lr=1e-3)),
     "SOAP": Case(SOAP),
     "Shampoo": Case(lambda params: Shampoo(params, precondition_frequency=10)),
-    "AdamW, stochastic rounding": Case(fused, torch.bfloat16, {"precision": Bf16(stochastic_rounding=True)}),
+    "AdamW, stochastic rounding": Case(fused, torch.bfloat16, ROUNDED),
+    "AdamW, stochastic rounding, Triton": Case(fused, torch.bfloat16, ROUNDED, triton=True),
     "AdamW, HalfStates": Case(fused, options={"states": HalfStates()}),
+    "AdamW, HalfStates, Triton": Case(fused, options={"states": HalfStates()}, triton=True),
 }
 
 
@@ -82,14 +97,26 @@ def shapes_of(width: int, layers: int) -> dict[str, tuple[int, ...]]:
     return shapes | {"norm.weight": (width,), "norm.bias": (width,)}
 
 
-def count(case: Case, width: int = 128, layers: int = 8, steps: int = 4) -> tuple[Log, int]:
-    """Return the log of the last of ``steps`` steps, and the number of elements of the parameters."""
-    log = Log()
-    # Fake tensors have no elements, so SOAP and Shampoo read 5 steps, in which they compute no new basis.
-    with (
-        fake_cuda(collectives_on=torch.device("cpu")) as logging,
-        mock.patch.object(of_whole, "_number_in", return_value=5),
-    ):
+def count(case: Case, together: bool = True, width: int = 128, layers: int = 8, steps: int = 4) -> tuple[Log, int]:
+    """Return the log of the last of ``steps`` steps, and the number of elements of the parameters.
+
+    ``together`` False: full-tensor optimizers step one tensor after the other, as on a CPU.
+    """
+    log, rounded = Log(), list[int]()
+
+    def round_by_triton(everything: Sequence[Drawn]) -> list[Drawn]:
+        pairs = [pair for drawn in everything for pair in drawn.pairs]
+        rounded.append(sum(target.nbytes + 4 * source.numel() for target, source in pairs))
+        return []
+
+    with ExitStack() as stack:
+        logging = stack.enter_context(fake_cuda(collectives_on=torch.device("cpu")))
+        # Fake tensors have no elements, so SOAP and Shampoo read 5 steps, in which they compute no new basis.
+        stack.enter_context(mock.patch.object(of_whole, "_number_in", return_value=5))
+        if not together:
+            stack.enter_context(mock.patch.object(batching, "batches_on", return_value=False))
+        for module in (half_states, masters) if case.triton else ():
+            stack.enter_context(mock.patch.object(module, "round_by_kernels", round_by_triton))
         params = {
             name: nn.Parameter(torch.ones(shape, device="cuda", dtype=case.dtype))
             for name, shape in shapes_of(width, layers).items()
@@ -105,10 +132,27 @@ def count(case: Case, width: int = 128, layers: int = 8, steps: int = 4) -> tupl
             with optimizer.window():
                 for param in params.values():
                     param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
+            rounded.clear()
             with logging(traffic=True) as log:
                 optimizer.step()
             optimizer.zero_grad()
+    log.launches += ["round_chunks"] * len(rounded)
+    log.kernels += len(rounded)
+    log.traffic += sum(rounded)
     return log, sum(param.numel() for param in params.values())
+
+
+def figures(log: Log, numel: int) -> list[str]:
+    return [f"{number:,.0f}" for number in (log.kernels, log.traffic / numel)]
+
+
+def row(name: str, width: int = 128, layers: int = 8) -> str:
+    """Return the row of the table."""
+    case = CASES[name]
+    cells = figures(*count(case, True, width, layers))
+    is_full = issubclass(type(case.make([("w", nn.Parameter(torch.ones(2, 2)))])), of_whole.WholeOptimizer)
+    before = figures(*count(case, False, width, layers)) if is_full else ["", ""]
+    return f"| {' | '.join([f'`{name}`', *before, *cells])} |".replace("  ", " ")
 
 
 def main() -> None:
@@ -119,11 +163,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=0, metavar="N", help="also print the N most frequent operators")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    print("| step | operators | kernels | bytes per element |\n|---|---|---|---|")
+    print("| step | kernels, one after the other | bytes | kernels, together | bytes |\n|---|---|---|---|---|")
     for name, case in CASES.items():
         if options.only in name:
-            log, numel = count(case, options.width, options.layers)
-            print(f"| {name} | {len(log.launches)} | {log.kernels} | {log.traffic / numel:.0f} |")
+            print(row(name, options.width, options.layers))
+            log, _ = count(case, True, options.width, options.layers) if options.most else (Log(), 0)
             for operator, times in Counter(log.launches).most_common(options.most):
                 print(f"    {times:6} {operator}")
 

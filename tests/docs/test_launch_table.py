@@ -1,0 +1,36 @@
+"""The table of kernel launches and bytes on the page about the stages of a step: counted again on fake CUDA tensors."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "STAGES.md"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
+]
+benchmark: Any = importlib.import_module("benchmarks.launches")
+ROWS = [
+    line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.split("`")[1] in benchmark.CASES
+]
+
+
+def test_launch_table_has_all_rows() -> None:
+    assert [line.split("`")[1] for line in ROWS] == [*benchmark.CASES]
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("line", ROWS, ids=lambda line: line.split("`")[1])
+def test_launch_table_has_counted_figures(line: str) -> None:
+    """Versions of torch may add or remove a few kernels, so launches may differ by 3 %, and bytes by 1."""
+    found = [cell.strip() for cell in benchmark.row(line.split("`")[1]).split("|")[2:-1]]
+    for index, (written, counted) in enumerate(zip(line.split("|")[2:-1], found, strict=True)):
+        assert bool(written.strip()) == bool(counted)
+        if counted:
+            written_number, number = (int(cell.strip().replace(",", "")) for cell in (written, counted))
+            assert abs(written_number - number) <= (1 if index % 2 else 0.03 * number), f"{line}: counted {counted}"

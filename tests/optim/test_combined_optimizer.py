@@ -299,7 +299,7 @@ def test_full_tensor_optimizer_may_step_only_replicated_parameters(world: World)
 def test_states_created_after_loading_are_in_the_combined_state() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-        optimizer = ParallelOptimizer([adamw([params[0]], 0.1), adamw([params[1]], 0.2)], registry)
+        optimizer = ParallelOptimizer([torch.optim.NAdam([param], lr=0.1) for param in params], registry)
         inner = optimizer.optimizer
         inner.load_state_dict(inner.state_dict())  # before the first step: without states
         optimizer.backward(params[0].sum() + params[1].sum())

@@ -330,11 +330,6 @@ LISTED: list[Fault] = [
     ),
     Fault("optim/parallel_optimizer.py", "self._saved().check(state_dict)", "pass"),
     Fault(
-        "optim/step/wrapped_optimizer.py",
-        "self.state, self.param_groups = state, [next(loaded[index]) for index in own]\n        self._share()",
-        "self.state, self.param_groups = state, [next(loaded[index]) for index in own]\n        pass",
-    ),
-    Fault(
         "optim/clip/functional.py",
         'check_number_threshold(clip_value, "clip_value")\n'
         "    listed, registry = _listed(unique_params(params), registry)\n"

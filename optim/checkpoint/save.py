@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as finished
 from copy import deepcopy
@@ -304,7 +305,7 @@ class AsyncSaver:
         ValueError: On every rank: ``keep`` is out of range.
     Collectives: two object all-gathers in the constructor; none with one rank.
     Memory: while a checkpoint is written, a CPU copy of this rank's parameters, buffers, master weights and optimizer
-    states.
+    states. Copies of CUDA tensors are in pinned memory, which torch keeps for later copies.
     """
 
     def __init__(self, path: str | os.PathLike[str], registry: ProcessGroupRegistry, *, keep: int = 1) -> None:
@@ -342,16 +343,19 @@ class AsyncSaver:
             RuntimeError: On every rank: the previous checkpoint could not be written.
             TypeError: The optimizer is not a `ParallelOptimizer`.
         Collectives: gathers of Python objects over all ranks.
-        Host synchronization: yes, everything is copied to the host.
+        Host synchronization: as `make_snapshot`. The host does not wait for the copies of CUDA tensors; the thread
+            waits for them. Later work in the current stream, such as the next step, runs after the copies.
         """
         check_is_parallel(optimizer)
         self.wait()
         snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, self.keep, trainable_only)
-        copy = on_all_ranks(lambda: _copy_to_host(snapshot), self.registry)
+        copy, arrived = on_all_ranks(lambda: _copy_to_host(snapshot), self.registry)
         known = last_known(optimizer, self.path)
-        self._pending = self._thread.submit(self._write, copy, known), optimizer
+        self._pending = self._thread.submit(self._write, copy, arrived, known), optimizer
 
-    def _write(self, copy: Snapshot, known: str | None) -> Path:
+    def _write(self, copy: Snapshot, arrived: Sequence[torch.cuda.Event], known: str | None) -> Path:
+        for event in arrived:
+            event.synchronize()
         with in_call(self._apart, "AsyncSaver's writing"):
             return write(self.path, copy, known, self._apart)
 
@@ -405,18 +409,25 @@ class AsyncSaver:
         self._end()
 
 
-def _copy_to_host(snapshot: Snapshot) -> Snapshot:
-    """Return a copy of ``snapshot`` in CPU memory that shares no memory with the model and the optimizer.
+def _copy_to_host(snapshot: Snapshot) -> tuple[Snapshot, list[torch.cuda.Event]]:
+    """Start to copy ``snapshot`` to CPU memory that shares no memory with the model and the optimizer.
 
-    Host synchronization: yes.
+    Returns:
+        The copy, and one event per CUDA device. Wait for the events before you read the copy.
+    Host synchronization: none for CUDA tensors. Their copies are in pinned memory.
     """
     tensors = {
         key: SavedTensor(
             tensor.shape,
             tensor.dtype,
-            {offsets: part.detach().to("cpu", copy=True) for offsets, part in tensor.parts.items()},
+            {
+                offsets: part.detach().to("cpu", copy=True, non_blocking=part.is_cuda)
+                for offsets, part in tensor.parts.items()
+            },
         )
         for key, tensor in snapshot.tensors.items()
     }
+    devices = {part.device for tensor in snapshot.tensors.values() for part in tensor.parts.values() if part.is_cuda}
+    arrived = [torch.cuda.current_stream(device).record_event() for device in devices]
     record, common = deepcopy((snapshot.record, snapshot.common))
-    return snapshot._replace(tensors=tensors, record=record, common=common)
+    return snapshot._replace(tensors=tensors, record=record, common=common), arrived

@@ -14,12 +14,15 @@ is the transfer of gradients to the CPU, "up" is the transfer of weights to the 
     down        1 | 2 | 3
     CPU             step 1 | step 2 | step 3
     up                       1      | 2      | 3
+
+On a CUDA device each direction has its own stream (`TransferStreams`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -54,12 +57,40 @@ ALIGNMENT = 64
 """A parameter starts at a multiple of this number of elements in a flat buffer, so that GPU kernels use vector loads."""
 
 
+class TransferStreams:
+    """The streams of a CUDA device on which gradients are copied to the CPU (``down``), and weights to the device (``up``).
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.down, self.up = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Return a context manager whose transfers run after earlier work of the current stream, and before later work.
+
+        Host synchronization: none.
+        """
+        compute = torch.cuda.current_stream(self.device)
+        for stream in (self.down, self.up):
+            stream.wait_stream(compute)
+        try:
+            yield
+        finally:
+            for stream in (self.down, self.up):
+                compute.wait_stream(stream)
+
+
 class HostBucket:
     """A bucket of parameters of one dtype and device, with a CPU copy of each parameter.
 
     Args:
         params: The parameters, at least one.
         grad_dtype: The dtype of the parameters' gradients.
+        streams: The streams of transfers, for parameters on a CUDA device. Call `start` and `send` only while they are
+            open (`TransferStreams.opened`). None (default): new streams.
 
     Attributes:
         copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
@@ -69,9 +100,12 @@ class HostBucket:
     copy of the bucket during a transfer; none for a bucket with a single parameter.
     """
 
-    def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], grad_dtype: torch.dtype, streams: TransferStreams | None = None
+    ) -> None:
         self.params, self.device, self._grad_dtype = list(params), params[0].device, grad_dtype
         self._pinned = self.device.type == "cuda"  # transfers without pinned memory are synchronous
+        self._streams = (streams or TransferStreams(self.device)) if self._pinned else None
         self._views_of: list[tuple[int, torch.Size, tuple[int, ...]]] = []  # start, shape and stride in a flat buffer
         self._numel = 0
         for param in params:
@@ -106,8 +140,9 @@ class HostBucket:
             written: Indices of the parameters that have changed. The version counters of their copies are incremented,
                 so that masters detect the change.
         """
-        self._down(self._weights, list(range(len(self.params))), self.params)
-        self.wait()
+        with nullcontext() if self._streams is None else self._streams.opened():
+            self._down(self._weights, list(range(len(self.params))), self.params)
+            self.wait()
         torch.autograd.graph.increment_version([self.copies[index] for index in written])
 
     @torch.no_grad()
@@ -142,14 +177,15 @@ class HostBucket:
             which: For each tensor, the index of the parameter at whose position it is written.
             tensors: The parameters with these indices, or their gradients.
         """
-        if self.device.type == "cpu" or len(self.params) == 1:
-            self._copy([self._views(host)[index] for index in which], tensors)
-        else:
-            flat = self._flat_there(host)
-            views = self._views(flat)
-            torch._foreach_copy_([views[index] for index in which], tensors)
-            host.copy_(flat, non_blocking=self._pinned)
-        self._mark()
+        with nullcontext() if self._streams is None else torch.cuda.stream(self._streams.down):
+            if self.device.type == "cpu" or len(self.params) == 1:
+                self._copy([self._views(host)[index] for index in which], tensors)
+            else:
+                flat = self._flat_there(host)
+                views = self._views(flat)
+                torch._foreach_copy_([views[index] for index in which], tensors)
+                host.copy_(flat, non_blocking=self._pinned)
+            self._mark()
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         if self.device.type == "cpu":
@@ -176,13 +212,14 @@ class HostBucket:
 
         Host synchronization: none for parameters on a CUDA device; otherwise the copy is synchronous.
         """
-        if self.device.type == "cpu" or len(self.params) == 1:
-            self._copy(self.params, self.copies)
-        else:
-            flat = self._flat_there(self._weights)
-            flat.copy_(self._weights, non_blocking=self._pinned)
-            torch._foreach_copy_(self.params, self._views(flat))
-        self._mark()
+        with nullcontext() if self._streams is None else torch.cuda.stream(self._streams.up):
+            if self.device.type == "cpu" or len(self.params) == 1:
+                self._copy(self.params, self.copies)
+            else:
+                flat = self._flat_there(self._weights)
+                flat.copy_(self._weights, non_blocking=self._pinned)
+                torch._foreach_copy_(self.params, self._views(flat))
+            self._mark()
 
 
 # The placement and its transform --------------------------------------------------------------------------------------
@@ -255,6 +292,7 @@ class OffloadTransform(ParamTransform):
         self._optimizer: torch.optim.Optimizer | None = None
         self.copies: dict[Tensor, Tensor] = {}  # CPU copy per offloaded parameter
         self.buckets: list[HostBucket] = []
+        self._streams: dict[torch.device, TransferStreams] = {}  # one per CUDA device with offloaded parameters
         self._places: dict[Tensor, tuple[int, int]] = {}  # (param group, position) per offloaded parameter
         self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
         self._copy_versions: dict[Tensor, int] = {}  # version of the copy after the last step, per parameter
@@ -273,7 +311,7 @@ class OffloadTransform(ParamTransform):
         for tensor in chosen:
             if self.main_grads and is_half(tensor):
                 use_main_grad_(tensor)
-        new = list(_buckets(chosen))
+        new = list(_buckets(chosen, self._streams))
         self.buckets += new
         made = {param: copy for bucket in new for param, copy in zip(bucket.params, bucket.copies, strict=True)}
         for param, copy in made.items():
@@ -321,16 +359,25 @@ class OffloadTransform(ParamTransform):
         """
         optimizer = self._optimizer
         assert optimizer is not None, "a transform is installed before it is used"
-        if self.may_step_partially and steps_in_parts(optimizer):
-            self._step_in_parts(optimizer, request, update)
-        else:
-            for bucket in self.buckets:
-                bucket.start()
-            for bucket in self.buckets:
-                bucket.finish()
-            update(request)
-            self._send(self.buckets)
-        self._arrive()
+        with self._opened():
+            if self.may_step_partially and steps_in_parts(optimizer):
+                self._step_in_parts(optimizer, request, update)
+            else:
+                for bucket in self.buckets:
+                    bucket.start()
+                for bucket in self.buckets:
+                    bucket.finish()
+                update(request)
+                self._send(self.buckets)
+            self._arrive()
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Return a context manager in which all streams of transfers are open."""
+        with ExitStack() as stack:
+            for streams in self._streams.values():
+                stack.enter_context(streams.opened())
+            yield
 
     def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
         """Step the parameters that stay on the device, then the CPU copies bucket by bucket.
@@ -361,8 +408,9 @@ class OffloadTransform(ParamTransform):
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""
-        self._send(self.buckets)
-        self._arrive()
+        with self._opened():
+            self._send(self.buckets)
+            self._arrive()
 
     def reload(self) -> None:
         """Copy the model's weights to the CPU. Host synchronization: a wait for the device."""
@@ -373,7 +421,7 @@ class OffloadTransform(ParamTransform):
     def _arrive(self) -> None:
         """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
         for bucket in self.buckets[-1:]:
-            bucket.wait()  # transfers complete in order, so the transfers of all earlier buckets are complete too
+            bucket.wait()  # uploads complete in order, so the uploads of all earlier buckets are complete too
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -413,15 +461,22 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return param.data_ptr(), param._version, param.stride()
 
 
-def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
-    """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype."""
+def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStreams]) -> Iterator[HostBucket]:
+    """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype.
+
+    Args:
+        params: The parameters.
+        streams: The streams of transfers per CUDA device. Missing ones are added.
+    """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
         kinds.setdefault((param.device, param.dtype, gradient_dtype(param)), []).append(param)
-    for (_, _, dtype), members in kinds.items():
+    for (device, _, dtype), members in kinds.items():
+        if device.type == "cuda" and device not in streams:
+            streams[device] = TransferStreams(device)
         numels = [param.numel() for param in members]
         for layout in flat_buckets(range(len(members)), numels, 1, BUCKET_BYTES // dtype.itemsize)[::-1]:
-            yield HostBucket([members[index] for index in layout.indices], dtype)
+            yield HostBucket([members[index] for index in layout.indices], dtype, streams.get(device))
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -123,6 +123,9 @@ class _Stream:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
+    def wait_stream(self, other: _Stream) -> None:
+        """Do nothing: operators are logged without their stream."""
+
     def synchronize(self) -> None:
         self.log.append(f"synchronize {innermost_calls()}")
 
@@ -184,6 +187,8 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., 
         for owner, name, value in (
             (trace_rules, "get_torch_obj_rule_map", cache(_torchs_functions)),
             (torch.cuda, "Event", lambda: _Event(waits)),
+            (torch.cuda, "Stream", lambda device: _Stream(waits)),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

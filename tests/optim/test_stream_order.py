@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,13 @@ from meshstep.optim import (
     Telemetry,
     ZClip,
 )
+from meshstep.optim.checkpoint import save
+from meshstep.optim.checkpoint.contents import SavedTensor
+from meshstep.optim.checkpoint.save import Snapshot
 from meshstep.optim.gradients.buckets import NoCompression
 from meshstep.optim.schedule import FlagCopy
 from meshstep.optim.states import offloaded
-from meshstep.optim.states.offloaded import HostBucket
+from meshstep.optim.states.offloaded import HostBucket, TransferStreams
 from meshstep.optim.states.sharded import ZeroBucket
 from meshstep.optim.step import skips
 from meshstep.optim.step.skips import SkipMonitor
@@ -248,16 +252,14 @@ class Defect:
 
 
 ON_DEVICE = r"stream \d+ of cuda:1 (reads|writes) device memory"
+FREED = r"memory of stream \d+ of cuda:1 was freed before stream \d+ of cuda:1 has finished"
 WAIT, NO_WAIT = "synchronize()", "query()"
 DEFECTS: dict[str, Defect] = {
     **{
         f"event of {owner.__name__} on the current device": Defect(
             owner, method, f"current_stream({device})", "current_stream()", run
         )
-        for owner, method, device, run in (
-            (FlagCopy, "__init__", "flag.device", "schedule"),
-            (HostBucket, "_mark", "self.device", "offloaded"),
-        )
+        for owner, method, device, run in ((FlagCopy, "__init__", "flag.device", "schedule"),)
     },
     **{
         f"wait of {owner.__name__} removed": Defect(owner, method, WAIT, NO_WAIT, run)
@@ -266,6 +268,26 @@ DEFECTS: dict[str, Defect] = {
             (HostBucket, "wait", "offloaded"),
         )
     },
+    "transfers wait for the current device": Defect(
+        TransferStreams,
+        "opened",
+        "current_stream(self.device)",
+        "current_stream()",
+        "offloaded",
+        f"{ON_DEVICE}|{FREED}",
+    ),
+    "transfers do not wait for gradients": Defect(
+        TransferStreams, "opened", "stream.wait_stream(compute)", "pass", "offloaded", ON_DEVICE
+    ),
+    "buffer of another stream without record_stream": Defect(
+        HostBucket,
+        "_down",
+        "flat = self._flat_there(host)",
+        "other = torch.cuda.stream(torch.cuda.default_stream(self.device)); other.__enter__(); "
+        "flat = self._flat_there(host); other.__exit__(None, None, None)",
+        "offloaded",
+        FREED,
+    ),
     "event after a download removed": Defect(HostBucket, "_down", "self._mark()", "", "half offloaded"),
     "wait for gradients removed": Defect(HostBucket, "finish", "self.wait()", "", "half offloaded"),
     "wait for all-reduce removed": Defect(
@@ -302,6 +324,73 @@ def test_planted_defect_before_c_loops_makes_weights_nan(monkeypatch: pytest.Mon
     with simulated_cuda(collectives_on=SECOND), using("auto"):
         weights, *_ = OFFLOADED.run(SECOND)
     assert any(weight.isnan().any() for weight in weights)
+
+
+def test_offloaded_transfers_overlap_with_each_other_and_with_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload of a bucket waits neither for the download of the next one, nor for the update on the device."""
+    waited: list[tuple[bool, bool]] = []
+    send = HostBucket.send
+
+    def recorded(bucket: HostBucket) -> None:
+        send(bucket)
+        streams: Any = bucket._streams
+        compute: Any = torch.cuda.current_stream(bucket.device)
+        waited.append(tuple(streams.up.clock.get(one, 0) == one.issued for one in (streams.down, compute)))
+
+    monkeypatch.setattr(HostBucket, "send", recorded)
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        replace(OFFLOADED, options={"states": Offloaded(0.8)}).run(SECOND)
+    assert simulation.findings == []
+    per_step = len(waited) // OFFLOADED.steps
+    assert per_step >= 2
+    for step in range(OFFLOADED.steps):
+        *first, last = waited[step * per_step : (step + 1) * per_step]
+        assert first == [(False, False)] * (per_step - 1)
+        assert last == (True, False)  # no download follows the last bucket's
+
+
+def test_step_counts_allocate_pinned_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        pin = simulation.pin
+        monkeypatch.setattr(simulation, "pin", lambda tensor: pinned.append(tensor.dim()) or pin(tensor))  # type: ignore[func-returns-value]
+        counts = [torch.zeros((), device=SECOND) for _ in SHAPES]
+        slots: Any = [SimpleNamespace(position=at, state={"step": count}) for at, count in enumerate(counts)]
+        taken = StepsTaken()
+        for _ in range(3):
+            taken.note(slots)
+    assert len(pinned) == 1
+
+
+def saved(device: torch.device) -> tuple[Snapshot, Tensor]:
+    """Return a snapshot of a weight, and the weight."""
+    weight = torch.linspace(-1, 1, 12).view(3, 4).to(device)
+    tensors = {"weight": SavedTensor((3, 4), weight.dtype, {(0, 0): weight})}
+    return Snapshot(tensors, record={}, random={}, common={}, facts={}, keep=1), weight
+
+
+def test_checkpoint_copy_does_not_block_the_host_and_keeps_old_weights() -> None:
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        snapshot, weight = saved(SECOND)
+        before = dict(simulation.host)
+        copy, arrived = save._copy_to_host(snapshot)
+        assert simulation.host == before
+        weight.add_(1)
+        (part,) = copy.tensors["weight"].parts.values()
+        assert simulation.is_pinned(part)
+        for event in arrived:
+            event.synchronize()
+        assert torch.equal(part, torch.linspace(-1, 1, 12).view(3, 4))
+    assert simulation.findings == []
+
+
+def test_checkpoint_copy_without_its_event_is_found() -> None:
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        snapshot, _ = saved(SECOND)
+        copy, _ = save._copy_to_host(snapshot)
+        (part,) = copy.tensors["weight"].parts.values()
+        assert part.isnan().all()
+    assert any(re.match("the host reads pinned memory", finding) for finding in simulation.findings)
 
 
 NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer")

@@ -86,7 +86,10 @@ class HalfStatesTransform(ParamTransform):
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
-        return "HalfStates seeds its random bits on the host in each step, and all replays would use the same bits"
+        return (
+            "HalfStates seeds its random bits on the host in each step, and all replays would use the same bits: leave it "
+            "out of states="
+        )
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         for at in positions:

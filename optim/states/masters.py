@@ -432,7 +432,10 @@ class StochasticallyRounded(ParamTransform):
         self._rounding: StochasticRounding | None = None
 
     def not_captured(self) -> str | None:
-        return "stochastic rounding seeds its random bits on the host in each step, and all replays would use the same bits"
+        return (
+            "stochastic rounding seeds its random bits on the host in each step, and all replays would use the same bits: "
+            "give a precision without it, such as 'bf16'"
+        )
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Prepare the parameters for rounding, and replace none.

@@ -301,7 +301,7 @@ class OffloadTransform(ParamTransform):
         return tensor in self.copies
 
     def not_captured(self) -> str | None:
-        return "Offloaded waits for the GPU and steps on the CPU" if self.copies else None
+        return "Offloaded waits for the GPU and steps on the CPU: leave it out of states=" if self.copies else None
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:

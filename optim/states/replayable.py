@@ -120,7 +120,7 @@ class UpdateRecorder(ParamTransform):
         self._inputs: _Inputs | None = None
 
     def not_captured(self) -> str | None:
-        return "Replayable reads on the host whether an update is skipped"
+        return "Replayable reads on the host whether an update is skipped: leave it out of states="
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         self._names |= {at.tensor: at.name for at in positions}
@@ -160,7 +160,7 @@ class UpdateRecorder(ParamTransform):
         """
         if self._inputs is None:
             raise RuntimeError(
-                "no update was made since the optimizer was created, was loaded or reloaded, or got a param group: make a "
+                "no update has been made since the optimizer was created, loaded or reloaded, or got a param group: make a "
                 "step first"
             )
         inputs, state = self._inputs, self.optimizer.state

@@ -143,7 +143,9 @@ class AnyOptimizer(HomeOptimizer):
     """
 
     lists = 2
-    not_captured = "reads the skip flag on the host, and the wrapped optimizer may synchronize too"
+    not_captured = (
+        "reads the skip flag on the host, and the wrapped optimizer may synchronize too: make its steps without a graph"
+    )
     kept = ("kind", "attributes")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -586,7 +586,9 @@ class HomeOptimizer(WholeOptimizer):
 
     lists = 1
     blocks: Blocks = MappingProxyType({})
-    not_captured = "counts steps on the host, and computes more in some steps than in others"
+    not_captured = (
+        "counts steps on the host, and computes more in some steps than in others: make its steps without a graph"
+    )
     _with_others = False
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:

@@ -17,6 +17,7 @@ from meshstep.parallel import (
     Topology,
     blocks,
     declare,
+    declare_adapters,
     load_adapter,
     save_adapter,
     shard,
@@ -148,7 +149,8 @@ def misdeclared(folder: str, name: str, spec: P) -> tuple[bool, list[str], bool]
             with pytest.raises(ValueError, match=r".") as error:
                 call()
             found.append(str(error.value))
-        declare(model, {name: DECLARED[name]})
+        declare_adapters(model)  # as the errors advise
+        save_adapter(folder, model)
         after = full_weights(model, registry)
         unchanged = all(torch.equal(before[each], after[each]) for each in before)
         return accepts, found, unchanged and torch.equal(weight, model.up.base_layer.weight)

@@ -111,7 +111,7 @@ class LAMB(WholeOptimizer):
         if params:
             w, r = (torch.stack([norms[position] for position in params]) for norms in (w_norms, r_norms))
             trust = torch.where((w > 0) & (r > 0), w / r, 1.0)
-            torch.ops.aten._foreach_mul_.List([directions[position] for position in params], list(trust.unbind()))
+            _multiply_each([directions[position] for position in params], trust)
         for of_group in grouped(slots, lambda slot: id(slot.group)).values():
             along = [directions[slot.position] for slot in of_group]
             self.descend_each([slot.param for slot in of_group], along, of_group[0].group["lr"])
@@ -232,7 +232,7 @@ class LARS(WholeOptimizer):
                 trust = group["trust_coeff"] * w / (g + group["weight_decay"] * w + group["eps"])
                 trust = torch.where((w > 0) & (g > 0), trust, 1.0)
                 made = torch._foreach_add(along, weights, alpha=group["weight_decay"])
-                torch.ops.aten._foreach_mul_.List(made, list(trust.unbind()))
+                _multiply_each(made, trust)
                 along = list(made)
             sgd(
                 weights,
@@ -278,6 +278,7 @@ class StableAdamW(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
+    Memory: on a GPU, in a step, up to five more tensors of the size of each parameter.
     """
 
     def __init__(
@@ -299,6 +300,9 @@ class StableAdamW(WholeOptimizer):
         return moments(slot)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        if slots and all(slot.is_batched for slot in slots):
+            yield from self._updates_together(slots)
+            return
         (norms,) = self.tensors.norms_of(LazyTensors(slots, _normalized))
         for slot in slots:
             group, v = slot.group, _second_moment(slot)
@@ -307,8 +311,51 @@ class StableAdamW(WholeOptimizer):
             descent = group["weight_decay"] * slot.param + m / (v.sqrt() + group["eps"])
             yield Update(slot, slot.param - group["lr"] / k * descent, {"exp_avg": m, "exp_avg_sq": v})
 
+    def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
+        groups = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
+        normalized: dict[int, Tensor] = {}
+        for alike in groups:
+            grads = [slot.grad for slot in alike]
+            squares = list(torch._foreach_mul(grads, grads))
+            for which, (key, values) in enumerate((("exp_avg", grads), ("exp_avg_sq", squares))):
+                old = [slot.state[key] for slot in alike]
+                change = torch._foreach_sub(values, old)
+                _multiply_each(change, _rates(alike, which))
+                self.descend_each(old, change, -1.0)
+            lowest = alike[0].group["eps"] ** 2
+            roots = torch._foreach_sqrt(torch._foreach_clamp_min([slot.state["exp_avg_sq"] for slot in alike], lowest))
+            made = torch._foreach_div(grads, roots)
+            normalized.update((slot.position, tensor) for slot, tensor in zip(alike, made, strict=True))
+        (norms,) = self.tensors.norms_of(normalized)
+        normalized.clear()
+        for alike in groups:
+            params, group = [slot.param for slot in alike], alike[0].group
+            along = torch._foreach_sqrt([slot.state["exp_avg_sq"] for slot in alike])
+            torch._foreach_add_(along, group["eps"])
+            along = torch._foreach_div([slot.state["exp_avg"] for slot in alike], along)
+            torch._foreach_add_(along, params, alpha=group["weight_decay"])
+            sizes = [sqrt(max(prod(self._shape(slot)), 1)) for slot in alike]
+            means = torch._foreach_div([norms[slot.position] for slot in alike], sizes)
+            _multiply_each(along, torch.stack(means).clamp(min=1).reciprocal())
+            self.descend_each(params, along, group["lr"])
+        for slot in slots:
+            yield Update(slot, slot.param, {})
+
     def _shape(self, slot: Slot) -> tuple[int, ...]:
         return self.tensors.tensors[slot.position].shape
+
+
+def _multiply_each(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply each tensor in place by one number of ``factors``, [tensors]."""
+    torch.ops.aten._foreach_mul_.List(list(tensors), list(factors.unbind()))
+
+
+def _rates(slots: Sequence[Slot], which: int) -> Tensor:
+    """Return `_rate` of each slot of a param group, [slots]."""
+    beta: float = slots[0].group["betas"][which]
+    rates: Tensor = (1 - beta) / (1 - beta ** torch.stack([slot.step for slot in slots]))
+    return rates
 
 
 def _rate(slot: Slot, which: int) -> Tensor:

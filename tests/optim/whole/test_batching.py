@@ -194,6 +194,10 @@ def lars(params: Any) -> LARS:
     return LARS(params, momentum=0.9, weight_decay=0.1, nesterov=True)
 
 
+def stable_adamw(params: Any) -> StableAdamW:
+    return StableAdamW(params, lr=0.05)
+
+
 def trained_together(name: str, make: Make, state: str) -> list[Part]:
     with batched():
         return trained(WHOLE_LAYOUTS[name], make, STATES[state])
@@ -210,6 +214,7 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         ("data x tensor", lamb, "ZeRO-2"),
         ("sequence", lars, "whole"),
         ("data=3", lars, "ZeRO-1"),
+        ("data x tensor", stable_adamw, "ZeRO-2"),
     ],
 )
 def test_step_of_tensors_together_matches_dense_update_on_ranks(

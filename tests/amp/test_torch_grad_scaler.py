@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.amp import GradScaler
+from meshstep.amp import GradScaler, precision_of
 from meshstep.optim import Offloaded, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -228,6 +228,16 @@ def test_grad_scaler_rejects_an_offloaded_optimizer(registry: ProcessGroupRegist
     backward(run, 0)
     with pytest.raises(RuntimeError, match="a GradScaler can't see the gradients that the optimizer applies"):
         run.scaler.step(run.optimizers[0])
+
+
+def test_grad_scaler_rejects_optimizer_with_its_own_loss_scale(registry: ProcessGroupRegistry) -> None:
+    model = precision_of("fp16_naive").prepare(nn.Linear(2, 2))
+    declare(model, {"*": P()})
+    optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters()), registry, precision="fp16_naive")
+    scaler = GradScaler(registry, **SETTINGS)
+    torch.autograd.backward(scaler.scale(model(torch.ones(1, 2).half()).sum()))
+    with pytest.raises(RuntimeError, match=r"precision='fp16_naive' has a loss scale of its own: leave the GradScaler"):
+        scaler.step(optimizer)
 
 
 def test_parallel_optimizer_rejects_grad_scaler_of_torch(registry: ProcessGroupRegistry) -> None:

@@ -381,6 +381,9 @@ def test_batch_sizes_that_leave_an_empty_batch_are_rejected() -> None:
         step_bounds(7, 4, 2, True)
     with pytest.raises(ValueError, match="an epoch would have no step"):
         one_process(0)
+    sampler = ShardedBatchSampler(5, 2, 0, 2, shuffle=False, drop_last=False, seed=0)
+    with pytest.raises(ValueError, match=r"after 4 samples of an epoch: 1 samples in.*or begin the next epoch"):
+        sampler.bounds_from(4)
 
 
 class Stream(IterableDataset[int]):

@@ -286,6 +286,8 @@ def test_explicit_launcher_overrides_detection() -> None:
     assert read_environment({**torchrun(0), **slurm(1)}, "slurm").rank == 1
     with pytest.raises(RuntimeError, match="openmpi needs"):
         read_environment(torchrun(0), "openmpi")
+    with pytest.raises(RuntimeError, match="a launcher are incomplete: slurm needs SLURM_PROCID"):
+        read_environment({}, "slurm")
     with pytest.raises(ValueError, match="'srun' is unknown; write one of 'torchrun'"):
         read_environment({}, "srun")  # type: ignore[arg-type]
 

@@ -62,6 +62,11 @@ def other_schedule() -> Any:
         (TypeError, lambda: {"average_data": False}, "for Booster, give data_parallel"),
         (
             TypeError,
+            lambda: {"plugin": None},
+            "plugin= is an argument of neither Booster nor ParallelOptimizer: write data_parallel=...",
+        ),
+        (
+            TypeError,
             lambda: {"clip": 1.0},
             "clip= is an argument of neither Booster nor ParallelOptimizer: the arguments are accum",
         ),

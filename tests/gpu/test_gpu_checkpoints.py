@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from graph_runs import SETTINGS, Run
-from meshstep.optim import load_checkpoint, save_checkpoint
+from meshstep.optim import AsyncSaver, load_checkpoint, save_checkpoint
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences, snapshot
 
 
@@ -30,3 +31,17 @@ def test_resumed_run_continues_bitwise_identically(device: torch.device, tmp_pat
         for each in (run, again):
             each.steps(range(6, 12))
         assert differences(snapshot(run.model, run.optimizer), snapshot(again.model, again.optimizer)) == []
+
+
+def test_background_checkpoint_keeps_the_weights_of_its_step(device: torch.device, tmp_path: Path) -> None:
+    """Later steps write the weights while the copies to the host may still run."""
+    registry = ProcessGroupRegistry(Topology())
+    run, again = (Run(SETTINGS["bf16"], device, registry) for _ in range(2))
+    run.steps(range(3, 6))
+    expected = snapshot(run.model, run.optimizer)
+    with AsyncSaver(tmp_path, registry) as saver:
+        saver.save(run.model, run.optimizer)
+        run.steps(range(6, 9))
+    load_checkpoint(tmp_path, again.model, again.optimizer)
+    assert differences(expected, snapshot(again.model, again.optimizer)) == []
+    assert differences(expected, snapshot(run.model, run.optimizer)) != []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.optim import ParallelOptimizer, clip_grad_value_
+from meshstep.optim import ByNorm, ParallelOptimizer, clip_grad_value_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from world import World
@@ -87,3 +87,10 @@ def test_clip_grad_value_of_sparse_gradient_raises_before_any_change() -> None:
     with pytest.raises(TypeError, match="sparse"):
         clip_grad_value_(params, 1.0)
     assert params[0].grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("clip", [1.5, ByNorm(1.5, norm_type=1.0), ByNorm(lambda steps: 1 / steps), None])
+def test_max_norm_returns_a_number_only_for_a_constant_threshold_on_the_usual_norm(clip: Any) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+        assert ParallelOptimizer(sgd, registry, max_norm=clip).max_norm == clip

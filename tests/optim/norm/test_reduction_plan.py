@@ -169,3 +169,12 @@ def specs_after_construction() -> list[P]:
 
 def test_optimizer_does_not_change_declared_specs(world: World) -> None:
     assert world.run(2, specs_after_construction) == [[P("tensor"), P()]] * 2
+
+
+def test_counted_elements_of_tied_and_owned_parameters_are_those_of_one_replica() -> None:
+    entries = (
+        ParameterEntry("tied", P("tensor", tied={"pipe": (0, -1)}), (4, 3)),
+        ParameterEntry("owned", P(owned={"tensor": 0}), (5,)),
+        ParameterEntry("own", P("tensor"), (2,)),
+    )
+    assert ReductionPlan.of(entries, Topology(pipe=3, data=2, tensor=2), 0).counted_numels == (24, 5, 4)

@@ -38,6 +38,8 @@ CASES = {
     },
     "sequence parallel": ("tensor", Options(sequence_parallel=True)),
     "rsLoRA": ("data and tensor", Options(adapters={"use_rslora": True})),
+    "rsLoRA, grid": ("grid", Options(adapters={"use_rslora": True})),
+    "rsLoRA, cube": ("cube", Options(adapters={"use_rslora": True}, blocks=1)),
     "DoRA": ("data and tensor", Options(LAYERS, {"use_dora": True})),
     "DoRA, gathered": ("gathered outputs", Options(LAYERS, {"use_dora": True})),
     "DoRA, sequence parallel": ("tensor", Options(LAYERS, {"use_dora": True}, sequence_parallel=True)),

@@ -44,7 +44,10 @@ SAMPLES, TESTED = 512, 128
 
 
 class SourceCode(Dataset[Tensor]):
-    """Lines of Python's modules json and textwrap: bytes [at most CONTEXT + 1], as integers."""
+    """Windows of the source code of Python's modules json and textwrap, in a fixed random order.
+
+    A sample is a 0 and CONTEXT bytes, as integers [CONTEXT + 1].
+    """
 
     def __init__(self, start: int, end: int) -> None:
         files = [Path(textwrap.__file__), *sorted(Path(json.__file__).parent.glob("*.py"))]

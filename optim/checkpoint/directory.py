@@ -249,7 +249,7 @@ def begin(path: Path, known: str | None) -> Path:
 
     Args:
         path: The directory of the run's checkpoints. It is created if it does not exist.
-        known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
+        known: The name of the last checkpoint under ``path`` that the optimizer saved or loaded. None: there is none.
     Raises:
         ValueError: There is a complete checkpoint under ``path``, and the newest one is not ``known``.
         OSError: A directory can't be created or listed.
@@ -257,8 +257,9 @@ def begin(path: Path, known: str | None) -> Path:
     newest = newest_checkpoint(path)
     if newest is not None and newest.name != known:
         raise ValueError(
-            f"{newest} is another run's checkpoint: this run has neither saved nor loaded it, and would remove it. "
-            "Continue from it with load_checkpoint, give a path that only this run uses, or remove it"
+            f"{newest} is the newest checkpoint under {path}, but the last one that this optimizer saved or loaded there "
+            f"is {known or 'none'}; saving could remove another run's checkpoint. Load {newest.name} with "
+            f"load_checkpoint first, give a path that only this run uses, or remove {newest.name}"
         )
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.iterdir():
@@ -471,13 +472,18 @@ def files_on_first_rank(function: Callable[[], T], registry: ProcessGroupRegistr
     return gather_objects(found, registry)[0]  # type: ignore[return-value]
 
 
-# The last checkpoint that this run saved or loaded, per path: a run must not remove checkpoints of another run --------
+# The last checkpoint that an optimizer saved or loaded, per path -------------------------------------------------------
+
+# `begin` compares it with the newest checkpoint, so that a run does not remove checkpoints of another run.
 
 _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary()
 
 
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
-    """Return the name of the last checkpoint under ``path`` that ``optimizer`` was saved to or loaded from, or None."""
+    """Return the name of the last checkpoint under ``path`` to which ``optimizer`` was saved or from which it was loaded.
+
+    None: there is none.
+    """
     return _last.get(optimizer, {}).get(path.resolve())
 
 

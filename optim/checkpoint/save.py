@@ -114,8 +114,8 @@ def save_checkpoint(
             a module has extra state (``get_extra_state``), a parameter needs a declaration, or the optimizer steps a
             tensor that is not in ``model``. Or the schedule's state or ``extra`` contains an object that could not be
             read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters,
-            have shards of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to
-            another run: this run has neither saved nor loaded it. The previous checkpoint is kept.
+            have shards of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` is not the
+            last one that ``optimizer`` saved or loaded there. The previous checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
@@ -367,7 +367,8 @@ class AsyncSaver:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
             ValueError: On every rank: ranks don't share the path or have shards of unequal sizes, or the newest
-                checkpoint under the path belongs to another run. The previous complete checkpoint is kept.
+                checkpoint under the path is not the last one that the optimizer saved or loaded there. The previous
+                complete checkpoint is kept.
             RuntimeError: On every rank: the checkpoint could not be written. The previous complete checkpoint is kept.
         Collectives: one object all-gather, if a checkpoint was started since the last `wait`; none with one rank.
         """

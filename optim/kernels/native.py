@@ -117,7 +117,10 @@ class Native:
         """
         found: bytes | None = self._take(instructions.encode() if instructions else None)
         if found is None:
-            raise ValueError(f"this machine does not support the instruction set {instructions!r}")
+            raise ValueError(
+                f"instruction set {instructions!r} is unknown, or this machine does not support it; give 'plain', 'avx2', "
+                "'avx512' or None"
+            )
         self.instructions = found.decode()
         return self.instructions
 

@@ -553,8 +553,8 @@ def candidates(
         yield first
     choices = []
     for axis in larger_axes(topology):
-        # Of two axes of the same size, a deviation from the first option is less likely along a data axis: the
-        # optimizer averages over data axes by itself.
+        # A deviation from the first option is less likely along a data axis, because the optimizer averages over data
+        # axes by itself. This matters for axes of equal size, whose contracts the values may not tell apart.
         is_data = axis in topology.data_axes
         options = enumerate(_along(known, axis, topology, axis in split))
         choices.append([(axis, along, is_data and at > 0) for at, along in options])

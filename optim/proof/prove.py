@@ -732,7 +732,7 @@ class _Examination:
         if cause is not None:
             return self._finding(known, cause, (), 1.0, spec)
         if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
-            return None  # right when this parameter alone is moved, along other directions
+            return None  # along other directions, in which only this parameter moves, its gradient is right
         cause, axes = cause_of(known, declared, explanation, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
@@ -746,7 +746,9 @@ class _Examination:
         self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
     ) -> Finding:
         if spec is not None and not self.inferring:
-            spec = self.derived.get(known.name, spec)  # another spec may fit the gradients, but not the base layer
+            # For a LoRA adapter: the spec that follows from its base layer. The inferred spec may fit the gradients, but
+            # contradict that layer.
+            spec = self.derived.get(known.name, spec)
         return Finding(
             known.label,
             known.module,

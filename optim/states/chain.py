@@ -366,7 +366,10 @@ class ParamTransform:
         """Clear the gradients of the tensors that this transform replaced."""
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """Return the axes over which ``tensor``, an input of this transform, is sharded; None: it is not sharded."""
+        """Return the axes over which this transform shards its input ``tensor``, even if this rank has no shard of it.
+
+        None: this transform does not shard it.
+        """
         return None
 
     def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:

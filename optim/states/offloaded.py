@@ -47,11 +47,12 @@ from .chain import ParamTransform, PlacementContext, Position, Replacements, Sta
 
 # For parameters on a device, each direction needs one copy per bucket over the bus:
 #
-#     device   gradients --foreach--> flat ----------+        +--> flat --foreach--> parameters
-#     CPU                                            +--> flat +--> flat
-#                                               gradients      weights (memory of the copies)
+#     device   gradients --foreach--> flat --+                                          +--> flat --foreach--> parameters
+#     CPU                                    +--> flat gradients --update--> flat weights
 #
-# If the parameters are on the CPU, gradients and weights are copied directly and synchronously, without a flat buffer.
+# The CPU copies of the parameters are views of the flat weights. A bucket with one parameter has no flat device buffer:
+# its gradient and its weight are copied directly over the bus. If the parameters are on the CPU, gradients and weights
+# are copied to and from the flat CPU buffers directly and synchronously.
 
 ALIGNMENT = 64
 """A parameter starts at a multiple of this number of elements in a flat buffer, so that GPU kernels use vector loads."""

@@ -519,7 +519,10 @@ class Shards(ParamTransform):
         self._reducer: BackwardReducer | None = None
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """Return the axes over which ``tensor`` is sharded, even if this rank has no shard of it; None: not sharded."""
+        """Return the axes over which this transform shards ``tensor``, even if this rank has no shard of it.
+
+        None: this transform does not shard it.
+        """
         return self._axes_of.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------

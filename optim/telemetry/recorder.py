@@ -50,7 +50,7 @@ _BATCH = HASH_WORDS + 1
 
 
 class RecordFile(ReportFile):
-    """The file of a `Recorder`. `ReportFile` describes files that exist already."""
+    """The file of a `Recorder`. For what happens to a file that already exists, see `ReportFile`."""
 
     def _step(self, line: str) -> int | None:
         try:

@@ -176,7 +176,13 @@ class Round:
         self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
-        """Return {(other rank, owner rank): number of elements that are sent between them in one direction}."""
+        """Return {(other rank, owner rank): number of elements that one of them sends to the other in this round}.
+
+        Args:
+            boxes: Returns {rank: rectangles of a matrix that the rank exchanges with the owner rank}: `Matrix.sources`
+                for the direction to the owner rank, `Matrix.holders` for the results that it sends back.
+            lists: Number of tensors per matrix that are sent in this direction. Results are one tensor.
+        """
         found: dict[tuple[int, int], int] = {}
         for matrix in self._matrices:
             for rank, those in boxes(matrix).items():
@@ -192,7 +198,7 @@ class Round:
 
         The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
         on, without itself. For each owner rank they are ordered by matrix, then by tensor of the matrix, then by
-        rectangle.
+        rectangle. Arguments as in `_counts`.
         """
         found: dict[int, list[TransferSlice]] = {}
         at = 0

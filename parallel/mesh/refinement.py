@@ -121,9 +121,9 @@ def refined(
     Returns:
         Size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest first.
     Raises:
-        ValueError: The groups along a dim have different sizes or strides, or are not a grid; there are no such axes;
-            two dims with the same name consist of different axes; or an axis is part of no mesh dim, and ``name_of`` is
-            None.
+        ValueError: The groups along a dim have different sizes or strides, are not a grid, or begin at a rank where no
+            group of a row-major mesh begins; there are no such axes; two dims with the same name consist of different
+            axes; or an axis is part of no mesh dim, and ``name_of`` is None.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
@@ -192,7 +192,8 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
         dim: Mesh index and name of the dim.
         groups: The distinct groups of ranks along the dim.
     Raises:
-        ValueError: The groups have different sizes or strides, or are not a grid.
+        ValueError: The groups have different sizes or strides, are not a grid, or begin at a rank where no group of a
+            row-major mesh begins.
     """
     first, (_, name) = groups[0], dim
     for group in groups:
@@ -203,12 +204,18 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
                 "tensor ranks. Give meshes whose groups have the same size and strides"
             )
     steps = steps_of(first)
-    if steps is None or any(group[0] // stride % size for group in groups for size, stride in steps):
-        raise ValueError(
-            f"ranks {first} along {name!r} are not evenly spaced, as the ranks along one or more axes of a mesh are; give "
-            "meshes that init_device_mesh returns, or slices of such meshes"
-        )
-    return steps
+    if steps is None:
+        bad, reason = first, "the differences of the ranks do not form a grid"
+    else:
+        begins = [(group, step) for group in groups for step in steps if group[0] // step[1] % step[0]]
+        if not begins:
+            return steps
+        bad, (size, stride) = begins[0]
+        reason = f"no group of size {size} and stride {stride} begins at rank {bad[0]}"
+    raise ValueError(
+        f"ranks {bad} along {name!r} are not the ranks along one or more axes of a row-major mesh: {reason}; give meshes "
+        "that init_device_mesh returns, or slices of such meshes"
+    )
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:

@@ -210,7 +210,10 @@ def time_rounds(
 
 
 def report(title: str, contenders: dict[str, Contender], times: dict[str, list[float]]) -> None:
-    """Print one row per contender: median milliseconds, ratio to the first contender, and share of the bandwidth."""
+    """Print one row per contender: median milliseconds, ratio to the first contender, and share of the bandwidth.
+
+    The share is relative to the bandwidth that `SCALED` reaches. It is left out if `SCALED` was not measured.
+    """
     base, reference = next(iter(times.values())), times.get(SCALED)
     print(f"\n{title} ({len(base)} rounds)")
     for name, values in times.items():

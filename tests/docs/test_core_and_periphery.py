@@ -1,4 +1,4 @@
-"""The core imports periphery packages only for features selected by name, and works after they are deleted."""
+"""The core imports periphery packages only for features that the user asks for, and works after they are deleted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PERIPHERY = (
     "optim/__main__",
     "testing",
 )
-# Imports within functions, of features that the user selects by name.
+# (core module, periphery module that it may import within a function), for features that only run on the user's request.
 ALLOWED = {
     ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
     ("optim/step/update.py", "optim/kernels/triton.py"),  # the same kernels

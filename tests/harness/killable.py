@@ -123,7 +123,7 @@ def train(plan: Plan) -> None:
     torch.manual_seed(7)
     model = Model(registry)
     declare(model, {"first.*": P(), "norm.*": P(), "*": P()})
-    # Equal dropout on replicas, different dropout for different samples.
+    # Ranks with the same data coordinate see the same samples and need equal dropout masks; other ranks need other masks.
     torch.manual_seed(100 + registry.coordinate.get("data", 0))
     mode = precision_of(plan.precision)
     mode.prepare(model, registry)

@@ -1,4 +1,7 @@
-"""The arguments of `ParallelOptimizer` for each way to exchange gradients over the axis "data"."""
+"""Arguments of `ParallelOptimizer` for four ways to reduce gradients over the axis "data".
+
+The reductions run in the step, during backward, for ZeRO-1 and for ZeRO-2.
+"""
 
 from __future__ import annotations
 

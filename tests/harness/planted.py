@@ -72,7 +72,10 @@ class Layout:
         return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
-        """Return the full term that ``rank`` adds to the logical gradient; equal on replicas. Must not be modified."""
+        """Return the full-shape term that ``rank`` adds to the logical gradient. Must not be modified.
+
+        Ranks with equal `where` add the same term.
+        """
         return _share(name, self.where(name, rank), step, micro)
 
     def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:

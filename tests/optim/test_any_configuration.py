@@ -1,7 +1,8 @@
 """Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, events.
 
-Weights and norms must equal those of a float64 model that is stepped per element (`dense_steps`). Replicas must be
-bitwise identical, and a run must resume exactly from a checkpoint.
+Weights and norms must equal, up to rounding, those of a float64 model that is stepped per element (`dense_steps`).
+Replicas must be bitwise identical. A run resumes from a checkpoint with the same or with another setting. With the same
+setting, it must be bitwise identical to the uninterrupted run; with another setting, it must equal the model as above.
 """
 
 from __future__ import annotations

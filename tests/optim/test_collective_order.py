@@ -54,11 +54,13 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
     topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
     with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
         data, model = registry.coordinate["data"], registry.coordinate[axis]
-        # Data rank 0 uses the replicated parameters, and data rank 1 the unevenly sharded ones that follow them.
+        # `used`: for each parameter, whether this rank's second loss depends on it.
         if gaps == "uneven pieces":
+            # Data rank 0 uses the replicated parameters; data rank 1 uses the unevenly sharded ones that follow them.
             specs, sizes = [P()] * 4 + [P("tensor")] * 4, [4] * 4 + [0 if model else 4] * 4
             used = [index // 4 == data for index in range(8)]
         else:
+            # Ranks with equal coordinates use all parameters; other ranks use none.
             specs, sizes = [P(owned={axis: model}) if gaps == "owners" else P()] * 4, [4] * 4
             used = [data == model] * 4
         params = [nn.Parameter(torch.ones(size)) for size in sizes]

@@ -122,7 +122,7 @@ class Scales(StepObserver):
         self.found.append(None if window.scale is None else float(window.scale))
 
 
-def test_window_scale_is_the_loss_scale_of_gradients() -> None:
+def test_observer_sees_loss_scale_of_gradients_or_none_without_loss_scaling() -> None:
     for precision, expected in (("fp32", None), ("fp16", 2.0**16)):
         model = model_of(torch.float16 if precision == "fp16" else torch.float32)
         optimizer = optimizer_of(model, precision=precision)

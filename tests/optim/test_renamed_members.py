@@ -105,7 +105,7 @@ MEMBERS: dict[type, dict[str, str]] = {
     TransformChain: {"links": "transforms", "publish": "write_back"},
 }
 
-# By class: the class, its positional arguments, and the new name and a value by former name of an argument.
+# By name of the callable: the callable, its positional arguments, and {former argument name: (new name, a value)}.
 ARGUMENTS: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, tuple[str, Any]]]] = {
     "AdaGC": (AdaGC, (), {"times": ("factor", 1.5)}),
     "Fp8": (Fp8, (), {"leave_out": ("exclude", ("head",)), "across_data": ("sync_over_data", True)}),

@@ -65,7 +65,7 @@ def test_local_shape_and_full_shape_are_inverse(full: tuple[int, ...], spec: P, 
     assert full_shape(local, spec, topology) == full
 
 
-def test_indivisible_shapes_raise_errors_with_advice() -> None:
+def test_indivisible_dims_raise_errors_with_advice() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(
         ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")
@@ -73,10 +73,19 @@ def test_indivisible_shapes_raise_errors_with_advice() -> None:
         local_shape((8, 6), P("row", "col"), topology)
     with pytest.raises(ValueError, match="row=2 x col=4; make it a multiple of 8"):
         local_shape((12,), P(("row", "col")), topology)
-    with pytest.raises(ValueError, match="tensor"):
+
+
+def test_spec_with_unknown_axis_or_too_many_entries_raises() -> None:
+    topology = Topology(row=2, col=4)
+    with pytest.raises(ValueError, match="names axis 'tensor'"):
         local_shape((8,), P("tensor"), topology)
     with pytest.raises(ValueError, match="2 entries"):
         full_shape((8,), P("row", "col"), topology)
+    at = {"row": 1, "col": 2}
+    with pytest.raises(ValueError, match="names axis 'tensor'"):
+        local_shape((8,), P("tensor"), topology, at)
+    with pytest.raises(ValueError, match="2 entries"):
+        local_shape((8,), P("row", "col"), topology, at)
 
 
 def test_shard_in_one_process_copies_the_full_tensor() -> None:
@@ -136,19 +145,11 @@ def test_first_named_axis_of_a_sharded_dim_varies_slowest(world: World) -> None:
 
 
 def test_uneven_dim_is_sharded_like_torch_chunk() -> None:
-    topology, spec = Topology(row=2, col=3), P(("row", "col"), None, "data")
-    at = {"row": 1, "col": 2}
+    topology, at = Topology(row=2, col=3), {"row": 1, "col": 2}
     # `row` divides the 7 rows into 4 + 3, and `col` divides the 3 rows into 1 + 1 + 1.
-    assert local_shape((7, 4), P(("row", "col")), topology, at) == (
-        1,
-        4,
-    )
+    assert local_shape((7, 4), P(("row", "col")), topology, at) == (1, 4)
     assert local_shape((7, 4), P("col", "row"), topology, at) == (1, 2)
     assert local_shape((4,), P("col"), topology, at) == (0,)
-    with pytest.raises(ValueError, match="names axis 'data'"):
-        local_shape((4, 4, 4), spec, topology, at)
-    with pytest.raises(ValueError, match="3 entries"):
-        local_shape((4, 4), spec, topology, at)
 
 
 def test_join_assembles_shards_without_process_groups() -> None:
@@ -159,6 +160,11 @@ def test_join_assembles_shards_without_process_groups() -> None:
     assert torch.equal(join([None, second, first, None], spec, topology), full), "one replica is enough"
     assert torch.equal(join([first, second, second, first], spec, topology), full), "the first replica is taken"
     assert torch.equal(join([first] * 4, P(), topology), first)
+
+
+def test_join_of_missing_or_inconsistent_shards_raises_error() -> None:
+    topology, spec = Topology(data=2, row=2), P("row")
+    first, second = torch.arange(6.0).chunk(2)
     with pytest.raises(
         ValueError, match=re.escape("there is no shard of row=1; give the shard of a rank with this coordinate")
     ):

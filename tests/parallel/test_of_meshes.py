@@ -21,9 +21,9 @@ def row_major(*sizes: int) -> Any:
     return torch.arange(int(torch.tensor(sizes).prod())).view(sizes).tolist()
 
 
-def views(world: int, grids: Grids) -> list[list[Dim]]:
+def views(world_size: int, grids: Grids) -> list[list[Dim]]:
     """Return the mesh dims that each rank sees, for meshes given as nested lists of ranks."""
-    found: list[list[Dim]] = [[] for _ in range(world)]
+    found: list[list[Dim]] = [[] for _ in range(world_size)]
     for number, (names, ranks) in enumerate(grids.items()):
         grid = torch.tensor(ranks)
         for rank, dims in enumerate(found):
@@ -35,7 +35,7 @@ def views(world: int, grids: Grids) -> list[list[Dim]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "grids", "expected"),
+    ("world_size", "grids", "expected"),
     [
         (4, {("data", "tensor"): row_major(2, 2)}, Topology(data=2, tensor=2)),
         (
@@ -56,20 +56,28 @@ def views(world: int, grids: Grids) -> list[list[Dim]]:
         (4, {("a", "one"): row_major(4, 1), ("dp",): row_major(4)}, Topology(a=4, one=1, aliases={"dp": "a"})),
     ],
 )
-def test_axes_are_the_common_refinement_of_all_meshes(world: int, grids: Grids, expected: Topology) -> None:
-    axes, aliases = refined(views(world, grids))
+def test_axes_are_the_common_refinement_of_all_meshes(world_size: int, grids: Grids, expected: Topology) -> None:
+    axes, aliases = refined(views(world_size, grids))
     assert Topology(roles=None, aliases=aliases, **axes) == expected
 
 
 @pytest.mark.parametrize(
-    ("world", "grids", "message"),
+    ("world_size", "grids", "message"),
     [
         (
             6,
             {("a", "b"): row_major(3, 2), ("c", "d"): row_major(2, 3)},
             "the meshes have no common axes: .* is 2, .* is 3, and 2 doesn't divide 3",
         ),
-        (4, {("a",): [0, 3, 1, 2]}, r"ranks \(0, 3, 1, 2\) along 'a' are not evenly spaced"),
+        (
+            4,
+            {("a",): [0, 3, 1, 2]},
+            r"ranks \(0, 3, 1, 2\) along 'a' are not .*: the differences of the ranks do not form",
+        ),
+        (4, {("a",): [1, 2]}, r"ranks \(1, 2\) along 'a' are not .*: no group of size 2 and stride 1 begins at rank 1"),
+        # The first group is valid.
+        (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' are not .* and stride 1 begins at rank 3"),
+        (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
         (8, {("a", "b"): row_major(2, 2)}, r"no dim of these meshes has the group of ranks \(0, 4\)"),
         (
             4,
@@ -78,9 +86,9 @@ def test_axes_are_the_common_refinement_of_all_meshes(world: int, grids: Grids, 
         ),
     ],
 )
-def test_incompatible_meshes_raise_a_clear_error(world: int, grids: Grids, message: str) -> None:
+def test_incompatible_meshes_raise_a_clear_error(world_size: int, grids: Grids, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        refined(views(world, grids))
+        refined(views(world_size, grids))
 
 
 def test_pipeline_stages_of_different_sizes_raise_a_clear_error() -> None:

@@ -176,7 +176,7 @@ def test_async_saver_raises_instead_of_replacing_checkpoint_of_another_run(tmp_p
     optimizer = optimizer_of(model)
     saver = AsyncSaver(tmp_path, optimizer.registry)
     saver.save(model, optimizer)
-    with pytest.raises(ValueError, match="is another run's"):
+    with pytest.raises(ValueError, match="saving could remove another run's checkpoint"):
         saver.close()
     assert load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology())) == "another"
 

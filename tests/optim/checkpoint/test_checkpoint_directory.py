@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,13 +55,15 @@ def test_invalid_keep_is_rejected(tmp_path: Path, keep: Any) -> None:
 def second_run(path: Path) -> list[str]:
     first, second = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
     save_checkpoint(path, first.model, first.optimizer, extra="first")
-    with pytest.raises(ValueError, match=r"meshstep-00000001 is another run's.*load_checkpoint, give a path") as error:
+    with pytest.raises(ValueError, match="Load meshstep-00000001 with load_checkpoint first, give a path") as error:
         save_checkpoint(path, second.model, second.optimizer, extra="second")
     assert names(path) == ["meshstep-00000001"]
     # A run may save after it has loaded the other run's checkpoint; then the first run may not save.
     assert load_checkpoint(path, second.model, second.optimizer) == "first"
     save_checkpoint(path, second.model, second.optimizer, extra="second")
-    with pytest.raises(ValueError, match=r"meshstep-00000002 is another run's"):
+    with pytest.raises(
+        ValueError, match=r"meshstep-00000002 is the newest .* loaded there is meshstep-00000001; saving"
+    ):
         save_checkpoint(path, first.model, first.optimizer)
     found = load_checkpoint(path, first.model, first.optimizer)
     first.registry.close()
@@ -70,8 +73,23 @@ def second_run(path: Path) -> list[str]:
 
 def test_saving_into_directory_of_another_run_is_rejected_on_all_ranks(world: World, tmp_path: Path) -> None:
     for message, found in world.run(2, second_run, tmp_path):
-        assert "has neither saved nor loaded it" in message
+        assert "the last one that this optimizer saved or loaded there is none; saving could remove" in message
         assert found == "second"
+
+
+def test_saving_after_older_checkpoint_was_loaded_names_both_checkpoints(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    for _ in range(3):
+        save_checkpoint(tmp_path, model, optimizer, keep=3)
+    load_checkpoint(tmp_path / "meshstep-00000002", model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"meshstep-00000003 is the newest .* loaded there is meshstep-00000002; saving"
+    ):
+        save_checkpoint(tmp_path, model, optimizer, keep=3)
+    shutil.rmtree(tmp_path / "meshstep-00000003")
+    save_checkpoint(tmp_path, model, optimizer, keep=3)
+    assert names(tmp_path) == [f"meshstep-{number:08}" for number in (1, 2, 3)]
 
 
 def test_save_raises_if_another_run_saves_to_directory_meanwhile(

@@ -34,6 +34,15 @@ def test_narrower_instruction_set_is_selected_only_if_clearly_faster() -> None:
     assert chosen_with({**slow, widest: 2.2, narrower[-1]: 1.9}) == narrower[-1]
 
 
+def test_unknown_instruction_set_raises_error_with_known_names() -> None:
+    before = loops().instructions
+    with pytest.raises(
+        ValueError, match=r"'sse9' is unknown, or this machine .*; give 'plain', 'avx2', 'avx512' or None"
+    ):
+        loops().take("sse9")
+    assert loops().instructions == before
+
+
 def test_kernel_choice_measures_and_logs_time_of_each_instruction_set(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,7 +39,9 @@ def undecided() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         model = Attention(registry)
         x = torch.randn(3, 5, 6, dtype=torch.float64)
         proof = prove(model, lambda model: model(x), registry)
-        declare(model, {"shift": P()})  # rounding errors differ between replicas
+        # As a replicated parameter, `shift` has gradients of rounding errors that differ between its replicas. They must
+        # not count as a mistake.
+        declare(model, {"shift": P()})
         copied = prove(model, lambda model: model(x), registry)
         found = infer(model, lambda model: model(x), registry)
         assert "# shift: inferred from values only; the loss hardly depends on it" in str(found)

@@ -100,7 +100,10 @@ def test_prove_hints_at_equal_values_on_two_stages(world: World, kind: str, name
 
 
 def test_prove_does_not_find_undeclared_tie_of_unequal_values(world: World) -> None:
-    """Two parameters with right gradients and other values: nothing in the model shows that they are one."""
+    """Two undeclared tied parameters with correct gradients but different values.
+
+    Nothing in the model shows that they are one logical parameter.
+    """
     proof, _ = results(world, "undeclared, stale")
     assert (proof.is_correct, proof.hints) == (True, ())
 

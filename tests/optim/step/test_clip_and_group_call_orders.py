@@ -103,7 +103,8 @@ def test_rejected_param_group_leaves_optimizer_unchanged(world: World) -> None:
         assert norm == pytest.approx(6.0)
 
 
-def added_within_no_sync(overlap: bool) -> list[float]:
+def added_within_no_sync(overlap: bool) -> tuple[list[float], list[float]]:
+    """Return the gradient after the backward inside `no_sync`, and the weight after the step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -114,14 +115,16 @@ def added_within_no_sync(overlap: bool) -> list[float]:
         with optimizer.no_sync():
             optimizer.add_param_group({"params": [weight("later")]})
             optimizer.backward(wrapped(torch.full((1, 4), 1.0 + registry.global_rank)).sum())
+            assert model.weight.grad is not None
+            gradient: list[float] = model.weight.grad.flatten().tolist()
         optimizer.step()
-        found: list[float] = model.weight.flatten().tolist()
-        return found
+        return gradient, model.weight.flatten().tolist()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_param_group_added_inside_no_sync_does_not_enable_reduction(world: World, overlap: bool) -> None:
-    assert world.run(2, added_within_no_sync, overlap) == [[-1.5] * 4] * 2
+    weights = [-1.5] * 4  # `step` averages the gradients
+    assert world.run(2, added_within_no_sync, overlap) == [([1.0] * 4, weights), ([2.0] * 4, weights)]
 
 
 def wrong_on_one_rank(kind: str) -> str:

@@ -519,8 +519,8 @@ def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node, f"({node.value - 1!r})"
     elif isinstance(node, ast.BoolOp):
         for left_out in node.values:
-            others = [value for value in node.values if value is not left_out]
-            yield node, f"({ast.unparse(others[0] if len(others) == 1 else ast.BoolOp(node.op, others))})"
+            rest = [value for value in node.values if value is not left_out]
+            yield node, f"({ast.unparse(rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest))})"
     elif isinstance(node, ast.AugAssign | ast.Break | ast.Continue | ast.Delete) or (
         isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
     ):

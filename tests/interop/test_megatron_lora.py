@@ -96,7 +96,7 @@ def trained(
         return base, first, norms, full()
 
 
-def _randomize(adapter: LoRA, index: int, registry: Any) -> None:
+def _randomize(adapter: Any, index: int, registry: Any) -> None:
     """Replace the LoRA factor that starts as zeros by random values: distinct on shards and experts, equal on
     replicas."""
     layout = adapter._layout

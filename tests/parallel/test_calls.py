@@ -569,7 +569,7 @@ def test_request_to_rank_that_never_responds_ends_after_the_timeout(monkeypatch:
     monkeypatch.setattr(calls_module, "RESPONSE_TIMEOUT", 0.2)
     monkeypatch.setattr(calls_module, "POLL_INTERVAL", 0.05)
     answering = object.__new__(calls_module.Answering)
-    answering.world_size, answering._store = 3, dist.HashStore()
+    answering.world_size, answering._store = 3, dist.HashStore()  # type: ignore[attr-defined]
     answering._server = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
     answering._store.set(f"{calls_module._ANSWER}/2", json.dumps((1, "in a test")))
     found: dict[int, str] = {}

@@ -138,7 +138,8 @@ def test_dropout_in_one_process_is_that_of_the_input_and_survives_recomputation(
     expected = base(x) + 3.0 * (x * kept / 0.5) @ layer.lora_A.t() @ layer.lora_B.t()
     torch.testing.assert_close(output, expected, rtol=1e-14, atol=1e-14)
     gradients = []
-    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+    runs: list[Any] = [layer, lambda x: checkpoint(layer, x, use_reentrant=False)]
+    for run in runs:
         torch.manual_seed(1)
         gradients.append(torch.autograd.grad(run(x).square().sum(), [layer.lora_A, layer.lora_B]))
     assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))

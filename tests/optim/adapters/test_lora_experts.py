@@ -227,7 +227,8 @@ class Grouped(nn.Module):
             annotate(param, spec, name)
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
-        up, down = (each.transpose(1, 2) if self.is_transposed else each for each in (self.up, self.down))
+        tables = [self.get_parameter("up"), self.get_parameter("down")]
+        up, down = (each.transpose(1, 2) if self.is_transposed else each for each in tables)
         if self.axes:
             x, scores = (copy_to(tensor, self.registry, *self.axes) for tensor in (x, scores))
         if "expert" in self.axes:

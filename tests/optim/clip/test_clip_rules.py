@@ -562,7 +562,8 @@ def test_callable_threshold_is_resolved_only_if_the_steps_are_known() -> None:
     def halved(steps: Tensor) -> Tensor:
         return 1 / (1 + steps)
 
-    assert resolve_threshold(halved, None) is halved
+    unresolved: object = resolve_threshold(halved, None)
+    assert unresolved is halved
     assert resolve_threshold(halved, torch.ones(())) == 0.5
     assert resolve_threshold(2.0, torch.ones(())) == 2.0
 

@@ -21,7 +21,7 @@ class Renamed(Stage):
 
     @property
     def table(self) -> Tensor:  # type: ignore[override]
-        return self.head
+        return self.get_parameter("head")
 
 
 def staged(kind: str) -> tuple[Proof, InferredLayout, dict[str, bool]]:
@@ -146,7 +146,8 @@ class Attention(nn.Module):
 
 
 def context_parallel(axis: str, kind: str = "") -> tuple[Proof, InferredLayout, dict[str, bool]]:
-    with ProcessGroupRegistry(Topology(**{axis: 2})) as registry:
+    sizes: dict[str, Any] = {axis: 2}
+    with ProcessGroupRegistry(Topology(**sizes)) as registry:
         torch.manual_seed(5)
         model = Attention(registry, axis)
         ids = torch.randint(11, (3, 9))

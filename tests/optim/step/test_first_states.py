@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -118,7 +118,7 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -129,7 +129,7 @@ class Counting(torch.optim.Optimizer):
                 param.data.add_(state["moment"], alpha=-group["lr"])
 
 
-def continued(states: Any, precision: str) -> tuple[list[Tensor], list[dict[str, Any]], list[Tensor]]:
+def continued(states: Any, precision: Any) -> tuple[list[Tensor], list[dict[str, Any]], list[Tensor]]:
     """Make two steps of a torch optimizer, two more with `ParallelOptimizer`, and four steps of torch alone."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         params, alone = ([nn.Parameter(torch.ones(3, 5) * k) for k in (1, 2)] for _ in range(2))
@@ -142,7 +142,7 @@ def continued(states: Any, precision: str) -> tuple[list[Tensor], list[dict[str,
         for number in range(2, 4):
             optimizer.zero_grad()
             step(alone, expected, number)
-            losses = [(param * plain.grad).sum() for param, plain in zip(params, alone, strict=True)]
+            losses = [(param * cast(Tensor, plain.grad)).sum() for param, plain in zip(params, alone, strict=True)]
             optimizer.backward(losses[0] + losses[1])
             optimizer.step()
         values = [value.clone() for value in (param.detach() for param in params)]

@@ -227,7 +227,7 @@ class Grouped(nn.Module):
             annotate(param, spec, name)
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
-        tables = [self.get_parameter("up"), self.get_parameter("down")]
+        tables: list[Any] = [self.up, self.down]
         up, down = (each.transpose(1, 2) if self.is_transposed else each for each in tables)
         if self.axes:
             x, scores = (copy_to(tensor, self.registry, *self.axes) for tensor in (x, scores))

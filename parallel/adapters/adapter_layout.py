@@ -37,6 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,6 +62,24 @@ from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology, axes_along
 
 Axes = tuple[str, ...]
+
+
+class AroundBase(nn.Module):
+    """Base class of adapters. It has the attributes of its ``base_layer``, except those that the adapter has itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the base layer if the adapter has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_layer":
+                raise
+            return getattr(super().__getattr__("base_layer"), name)
+
+
+def elements_at(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
+    """Return a copy of the elements of a tensor in ``spans`` along ``dim``, concatenated."""
+    return torch.cat([tensor.narrow(dim, offset, length) for offset, length in spans], dim)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layers.initialization import draw_linear, keep_shard
 from ..layout.annotation import annotation_of
 from ..layout.shard import unshard
-from ..layout.spec import P, Span
+from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, check_specs, mesh_axes_of, weight_spec, without_axes
+from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at, mesh_axes_of, weight_spec, without_axes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GroupedLayout(AdapterLayout):
         return (self.experts, r, self.in_features), (self.experts, self.out_features, r)
 
 
-class GroupedLoRA(nn.Module):
+class GroupedLoRA(AroundBase):
     """A module of several experts, some parameters of which have a low-rank adapter per expert.
 
     During the forward of the module, the expert e computes with ``weight[e] + scaling * B[e] @ A[e]``. The base module is
@@ -147,15 +147,6 @@ class GroupedLoRA(nn.Module):
         change = self.scaling * (b @ a)
         return (change.transpose(1, 2) if self._layouts[name].is_transposed_weight else change).to(weight.dtype)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the base module if the adapter has none of this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "base_layer":
-                raise
-            return getattr(super().__getattr__("base_layer"), name)
-
     def extra_repr(self) -> str:
         names = ", ".join(self._layouts)
         return f"{names}, r={self.r}, alpha={self.alpha}" + (", rsLoRA" if self.use_rslora else "")
@@ -207,14 +198,13 @@ class GroupedLoRA(nn.Module):
         a, b = (
             unshard(local_tensor(param), spec_of(param, topology), layout.registry).double() for _, param in factors
         )
-        spec, shape = (
-            weight_spec(self.base_layer.get_parameter(name), topology),
-            (layout.out_features, layout.in_features),
-        )
+        spec = weight_spec(self.base_layer.get_parameter(name), topology)
+        shape = layout.out_features, layout.in_features
         dims = (2, 1) if layout.is_transposed_weight else (1, 2)
         out, inputs = (spec.spans(dim, size, topology, coordinate) for dim, size in zip(dims, shape, strict=True))
         experts = spec.spans(0, layout.experts, topology, coordinate)
-        change = self.scaling * _part(_part(b, 0, experts), 1, out) @ _part(_part(a, 0, experts), 2, inputs)
+        a, b = (elements_at(factor, 0, experts) for factor in (a, b))
+        change = self.scaling * elements_at(b, 1, out) @ elements_at(a, 2, inputs)
         return change.transpose(1, 2) if layout.is_transposed_weight else change
 
 
@@ -222,11 +212,6 @@ def _in_order(base: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the names of parameters in the order of the module's parameters; unknown names last."""
     known = [name for name, _ in base.named_parameters(recurse=False)]
     return sorted(dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known))
-
-
-def _part(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
-    """Return the elements of a tensor in ``spans`` along ``dim``."""
-    return torch.cat([tensor.narrow(dim, offset, length) for offset, length in spans], dim)
 
 
 def grouped_layout_of(

@@ -28,13 +28,13 @@ from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
 from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, check_specs, layout_of, weight_spec, without_axes
+from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at, layout_of, weight_spec, without_axes
 from .grouped_lora import GroupedLoRA
 
 _NO_NAME = "the base layer"
 
 
-class LoRA(nn.Module):
+class LoRA(AroundBase):
     """A linear layer or an embedding with a low-rank adapter: the layer's output plus ``scaling * B @ A @ input``.
 
     The base layer is called unchanged and is frozen. It may be replicated, a 1-D, 2-D or 3-D layer of meshstep, a linear
@@ -164,17 +164,8 @@ class LoRA(nn.Module):
             shape[dim] = length
         kept = torch.empty(shape, dtype=torch.bool, device=input.device).bernoulli_(1 - self.dropout)
         for dim, _, spans in shards:
-            kept = torch.cat([kept.narrow(dim, offset, length) for offset, length in spans], dim)
+            kept = elements_at(kept, dim, spans)
         return input * (kept.to(input.dtype) / (1 - self.dropout))
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the base layer if the adapter has none of this name."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "base_layer":
-                raise
-            return getattr(super().__getattr__("base_layer"), name)
 
     def named_factors(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes. Names start with that of the layer."""
@@ -270,7 +261,8 @@ class LoRA(nn.Module):
         """Return ``scaling * B @ A`` for this rank's elements of the base weight, in the shape of its shard, in float64."""
         factors = full_factors(self)
         out_spans, in_spans = self._weight_spans()
-        change = self.scaling * _rows(factors["B"].double(), out_spans) @ _rows(factors["A"].double().t(), in_spans).t()
+        change = self.scaling * elements_at(factors["B"].double(), 0, out_spans)
+        change = change @ elements_at(factors["A"].double().t(), 0, in_spans).t()
         return change.t() if self._layout.is_transposed_weight else change
 
     def _weight_spec(self) -> P:
@@ -296,7 +288,7 @@ class LoRA(nn.Module):
             adapted: This rank's shard of the adapted weight, in float64. None on a rank that does not hold one.
         """
         layout, registry = self._layout, self._layout.registry
-        magnitudes = _rows(full_factors(self)["magnitude"].double(), self._weight_spans()[0])
+        magnitudes = elements_at(full_factors(self)["magnitude"].double(), 0, self._weight_spans()[0])
         if isinstance(self.base_layer, DiagonalTable):
             norms = self._row_norms(torch.float64)
         else:
@@ -480,11 +472,6 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
     return found
 
 
-def _rows(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Return the rows of ``tensor`` in ``spans``, concatenated."""
-    return torch.cat([tensor.narrow(0, offset, length) for offset, length in spans])
-
-
 def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayout) -> Tensor:
     """Return the shard of a weight [out, in] with which the layer computes, whose shape is ``shape``.
 
@@ -501,7 +488,7 @@ def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayo
         spans = without_axes(spec, layout.stacked).spans(
             of_factor, full.size(dim), registry.topology, registry.coordinate
         )
-        full = _rows(full.transpose(0, dim), spans).transpose(0, dim)
+        full = elements_at(full, dim, spans)
     return full
 
 

@@ -303,8 +303,13 @@ def one_step(layout: str, model: nn.Module, optimizer: ParallelOptimizer, step: 
     ids, targets = batch(step)
     if "data" in registry.topology.axes:
         ids, targets = (shard(full, P("data"), registry) for full in (ids, targets))
+    return step_along(optimizer, LAYOUTS[layout].loss(model, ids, targets, registry))
+
+
+def step_along(optimizer: ParallelOptimizer, loss: Tensor) -> float:
+    """Make a step along the gradient of ``loss`` only, and return its norm."""
     optimizer.zero_grad()
-    optimizer.backward(LAYOUTS[layout].loss(model, ids, targets, registry))
+    optimizer.backward(loss)
     stats = optimizer.step()
     assert stats is not None
     return float(stats.total_norm)

@@ -120,18 +120,24 @@ def run(
     return norms, {plain(name): unshard(local_tensor(trained[name]), spec, registry) for name, spec in specs.items()}
 
 
-def peft_run(path: str, targets: list[str], **options: Any) -> tuple[list[float], Weights]:
-    """Train PEFT's LoRA on the unsharded model with torch."""
-    model = with_peft(loaded(path, None), targets, **options)
-    for name, param in model.named_parameters():
-        if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
-            param.data.copy_(randomized(tuple(param.shape), name))
+def train_by_torch(model: nn.Module) -> list[float]:
+    """Train an unsharded model with torch's clipping, and return the norms."""
     optimizer, norms = adamw(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, tokens_of(step)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
+    return norms
+
+
+def peft_run(path: str, targets: list[str], **options: Any) -> tuple[list[float], Weights]:
+    """Train PEFT's LoRA on the unsharded model with torch."""
+    model = with_peft(loaded(path, None), targets, **options)
+    for name, param in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
+            param.data.copy_(randomized(tuple(param.shape), name))
+    norms = train_by_torch(model)
     return norms, {plain(name): param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
 
@@ -445,12 +451,7 @@ def peft_experts_run(path: str, folder: str) -> tuple[list[float], Weights]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that Transformers has renamed
         model = peft.PeftModel.from_pretrained(loaded(path, None), folder, is_trainable=True)
-    optimizer, norms = adamw(model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, tokens_of(step)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
+    norms = train_by_torch(model)
     return norms, {name.replace(".default", ""): param.detach() for name, param in model.named_parameters()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import ALPHA, LR, MAX_NORM, R, Weights, optimizer_of
+from lora_models import ALPHA, LR, MAX_NORM, R, Weights, full_weights, optimizer_of, step_along
 from meshstep.optim import load_checkpoint, save_checkpoint
 from meshstep.parallel import (
     GroupedLoRA,
@@ -119,15 +119,10 @@ def trained(
     with ProcessGroupRegistry(Topology(expert=ranks, roles={"expert": "model"})) as registry:
         model = adapted(ranks, registry, options, zero)
         first = full_factors(model, registry)
-        optimizer, norms = optimizer_of(model, registry), []
+        optimizer = optimizer_of(model, registry)
         if start:
             load_adapter(folder, model, registry)
-        for step in range(start, start + steps):
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(model, step))
-            stats = optimizer.step()
-            assert stats is not None
-            norms.append(float(stats.total_norm))
+        norms = [step_along(optimizer, loss_of(model, step)) for step in range(start, start + steps)]
         if folder and not start:
             save_adapter(folder, model, registry)
         return first, norms, full_factors(model, registry)
@@ -267,31 +262,18 @@ def grouped_model(layout: str, registry: ProcessGroupRegistry, zero: bool = Fals
     return model
 
 
-def grouped_weights(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
-    return {
-        name: unshard(param.detach(), spec_of(param), registry)
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    }
-
-
 def grouped_run(
     layout: str, options: dict[str, Any], start: int = 0, steps: int = STEPS, folder: str = ""
 ) -> tuple[Weights, list[float], Weights]:
     with grouped_registry(layout) as registry:
         model = grouped_model(layout, registry, **options)
-        first, optimizer, norms = grouped_weights(model, registry), optimizer_of(model, registry), []
+        first, optimizer = full_weights(model, registry), optimizer_of(model, registry)
         if start:
             load_checkpoint(folder, model, optimizer)
-        for step in range(start, start + steps):
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(model, step))
-            stats = optimizer.step()
-            assert stats is not None
-            norms.append(float(stats.total_norm))
+        norms = [step_along(optimizer, loss_of(model, step)) for step in range(start, start + steps)]
         if folder and not start:
             save_checkpoint(folder, model, optimizer)
-        return first, norms, grouped_weights(model, registry)
+        return first, norms, full_weights(model, registry)
 
 
 def grouped_reference(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights]:
@@ -346,7 +328,7 @@ def grouped_checks(folder: str) -> tuple[dict[str, P], Weights, Proof, list[Weig
     """Return specs and start of the factors, their proof, the weights before, while and after a merge, and an error."""
     with grouped_registry("expert and tensor") as registry:
         model = grouped_model("expert and tensor", registry, zero=True)
-        start, specs = grouped_weights(model, registry), declare_adapters(model, registry)
+        start, specs = full_weights(model, registry), declare_adapters(model, registry)
         model = grouped_model("expert and tensor", registry)
         proof = prove(model, loss_of, registry)
         if importlib.util.find_spec("safetensors"):
@@ -366,14 +348,14 @@ def grouped_loaded(layout: str, folder: str) -> Weights:
     with grouped_registry(layout) as registry:
         model = grouped_model(layout, registry, zero=True)
         load_adapter(folder, model, registry)
-        return grouped_weights(model, registry)
+        return full_weights(model, registry)
 
 
 def test_adapters_of_experts_in_one_parameter_are_proved_merged_and_saved(world: World, tmp_path: Path) -> None:
     folder = str(tmp_path / "adapter")
     with ProcessGroupRegistry(Topology()) as registry:
-        single = grouped_weights(grouped_model("single", registry, zero=True), registry)
-        factors = grouped_weights(grouped_model("single", registry), registry)
+        single = full_weights(grouped_model("single", registry, zero=True), registry)
+        factors = full_weights(grouped_model("single", registry), registry)
     for specs, start, proof, (before, during, after), error in world.run(4, grouped_checks, folder):
         assert specs == {
             "experts.lora_A.up": P("expert", partial="tensor"),

@@ -7,7 +7,6 @@ the loss does not use.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +21,7 @@ from ...parallel.mesh.call_tracker import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import named_ranks, some, without_wrappers
 from ...parallel.mesh.topology import Topology
+from ..gradients.reduce_in_backward import ArrivedGradients
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import Called, Holders
 from .window import Window
@@ -301,15 +301,9 @@ class UnusedParameters:
         self, params: Sequence[Tensor], plan: ReductionPlan, registry: ProcessGroupRegistry, reduces_in_backward: bool
     ) -> None:
         self.plan, self.registry, self._params = plan, registry, list(params)
-        self._reduces_in_backward, self.windows = reduces_in_backward, 0
+        self.windows = 0
         self._without = {index for index, param in enumerate(self._params) if param.requires_grad}
-        if reduces_in_backward:
-            for index in self._without:
-                _note_first_gradient(self, index)
-
-    def note(self, index: int) -> None:
-        """Record that the parameter with this index has had a gradient."""
-        self._without.discard(index)
+        self._arrived = ArrivedGradients(dict(enumerate(self._params))) if reduces_in_backward else None
 
     @property
     def is_last(self) -> bool:
@@ -329,13 +323,16 @@ class UnusedParameters:
             RuntimeError: On every rank, in the last window, if ``overwritten`` is not None on a rank.
         Collectives, host synchronization: an object all-gather in the last window, otherwise none.
         """
-        if not self._reduces_in_backward:
+        if self._arrived is None:
             self._without = {index for index in self._without if self._params[index].grad is None}
+        else:
+            self._without = {*self._arrived.missing()}
         self.windows += 1
         if self.windows < WINDOWS:
             return True
         self._warn(overwritten, has_fingerprints)
         self._params.clear()
+        self._arrived = None  # removes the hooks
         return False
 
     def _warn(self, overwritten: str | None, has_fingerprints: bool) -> None:
@@ -365,19 +362,3 @@ class UnusedParameters:
                 "parameters that the loss does not use, before the optimizer is made",
                 stacklevel=2,
             )
-
-
-def _note_first_gradient(unused: UnusedParameters, index: int) -> None:
-    """Register a hook that calls ``unused.note(index)`` at the parameter's first gradient.
-
-    The hook references ``unused`` weakly, to avoid a reference cycle.
-    """
-    reference = weakref.ref(unused)
-    remove: list[Callable[[], None]] = []
-
-    def hook(_: Tensor) -> None:
-        if (alive := reference()) is not None:
-            alive.note(index)
-        remove[0]()
-
-    remove.append(unused._params[index].register_post_accumulate_grad_hook(hook).remove)

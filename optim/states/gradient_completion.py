@@ -148,8 +148,7 @@ class GradientCompletion:
         if seen is not None:
             self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
         if self._agreement is not None and without:
-            replicated = {*self._agreement.replicated}
-            missing = tuple(at for at in without if at in replicated)
+            missing = tuple(at for at in without if at in self._agreement.replicated)
             self.param_facts = self.param_facts._replace(without_gradient=missing)
         for transform in self.chain.pulling_grads:
             problem = transform.pull_grads(window, averaged) or problem
@@ -238,8 +237,8 @@ class GradientCompletion:
             locals_ = (local_parameter(param, self.table.plan.topology) for param in params)
             self._agreement.set_replicas([*map(self._with_sums, (entry.spec for entry in entries), locals_)])
             if self._in_backward:
-                replicated = self._agreement.replicated
-                self._arrived = ArrivedGradients({at: self.chain.given[at].param for at in replicated})
+                given = self.chain.given
+                self._arrived = ArrivedGradients({at: given[at].param for at in self._agreement.replicated})
 
     def _with_sums(self, spec: P, param: Tensor) -> P:
         """Return ``spec``, plus the partial axes that the annotation of ``param``, a local tensor, now declares."""

@@ -366,8 +366,9 @@ class StepAgreement:
 
     Attributes:
         sent: The values that the last result of `number` was computed from.
-        replicated: Indices of the trained parameters that are replicated, and not partial, over a model axis larger than
-            1. Each rank along this axis computes the whole gradient. Empty until `set_replicas` is called.
+        replicated: By the index of each trained parameter that is replicated over model axes over which its gradient is not
+            partial, these axes. Each of the ranks along them computes the whole gradient. Empty until `set_replicas` is
+            called.
         used_clip: The compared clipping rules and thresholds.
     """
 
@@ -397,9 +398,7 @@ class StepAgreement:
         self._window: tuple[int, bool, float | str | None] | None = None
         self._settings: Sequence[Settings] = ()
         self._params = ParamFacts()
-        self._replicas: dict[
-            int, tuple[str, ...]
-        ] = {}  # for each index in `replicated` the axes over which it is equal
+        self.replicated: dict[int, tuple[str, ...]] = {}
         self._keys: Called | None = None
         self.sent = Facts(0, False)
 
@@ -407,18 +406,14 @@ class StepAgreement:
         found = _Class.of(ranks, self.registry.global_rank, kind)
         return found._replace(coefficient=0) if self._is_fake else found
 
-    @property
-    def replicated(self) -> Sequence[int]:
-        return tuple(self._replicas)
-
     def set_replicas(self, specs: Sequence[P]) -> None:
         """Set `replicated` from the layouts of the plan's parameters, including the partial axes of DTensor gradients."""
-        topology, self._replicas = self.plan.topology, {}
+        topology, self.replicated = self.plan.topology, {}
         for index, (entry, spec) in enumerate(zip(self.plan.entries, specs, strict=True)):
             model = [axis for axis in spec.replica_axes(topology) if axis in topology.model_axes]
             axes = tuple(axis for axis in model if axis not in spec.partial and topology.size(axis) > 1)
             if entry.trained and axes:
-                self._replicas[index] = axes
+                self.replicated[index] = axes
 
     # Summands of the collective ---------------------------------------------------------------------------------------
 
@@ -500,7 +495,7 @@ class StepAgreement:
         """Return the summand for replicated parameters without a gradient. A rank with all gradients adds 0 instead."""
         names: dict[tuple[str, ...], list[str | int]] = {}
         for index in without_gradient:
-            names.setdefault(self._replicas[index], []).append(self._called.keys[index][1])
+            names.setdefault(self.replicated[index], []).append(self._called.keys[index][1])
         classes = ((self._class_of(self.registry.ranks(*axes), "gradients"), of) for axes, of in names.items())
         return sum(ranks.term(*of) for ranks, of in classes)
 
@@ -551,7 +546,7 @@ class StepAgreement:
     def _gradient_of(self, index: int) -> str:
         """Return a text that names the gradient of a parameter in `replicated`, equal on the ranks that compare it."""
         topology, coordinate = self.registry.topology, self.registry.coordinate
-        others = (axis for axis in topology.axes if axis not in self._replicas[index] and topology.size(axis) > 1)
+        others = (axis for axis in topology.axes if axis not in self.replicated[index] and topology.size(axis) > 1)
         at = ", ".join(f"{axis}={coordinate[axis]}" for axis in others)
         return f"{GRADIENT}{self._called.names[index]}{f' at {at}' if at else ''}"
 
@@ -584,7 +579,7 @@ class StepAgreement:
             own = by_rank[self.registry.global_rank]
             names = (name for name in self._called.names if name in frozen)
             held = {f"requires_grad of {name}": str(name not in own.frozen) for name in names}
-            for text in map(self._gradient_of, self._replicas):
+            for text in map(self._gradient_of, self.replicated):
                 if text in missing:
                     held[text] = "missing" if text in own.without_gradient else "present"
             found += _different(gather_objects(held, self.registry))

@@ -329,9 +329,8 @@ def _of_other_roles(first: Examined, second: Examined) -> Examined:
     return replace(second, proof=replace(second.proof, findings=(finding,), forwards=forwards))
 
 
-_NEAR = (
-    0.2  # two shards whose difference is smaller than this fraction of their deviation from the mean are near replicas
-)
+# Two shards are nearly equal if their difference is at most this fraction of their deviation from the mean.
+_NEAR = 0.2
 
 
 def _hints_of_near_replicas(

@@ -22,8 +22,8 @@ GPU = ROOT / "tests" / "gpu"
 def make_importable(beside: Path) -> None:
     """Make `meshstep` importable here and in child processes, like an editable install, by links in an empty folder."""
     (beside / "meshstep").mkdir()
-    front = ROOT / "src" / "meshstep" / "__init__.py"
-    for source in (front, *(ROOT / package for package in ("parallel", "amp", "optim"))):
+    src = ROOT / "src" / "meshstep"
+    for source in (src / "__init__.py", src / "testing", *(ROOT / name for name in ("parallel", "amp", "optim"))):
         (beside / "meshstep" / source.name).symlink_to(source, target_is_directory=source.is_dir())
     paths = [str(beside), str(ROOT / "tests" / "harness")]
     sys.path[:0] = paths

@@ -102,6 +102,8 @@ def stages(device: str, more: Sequence[str], gpus: int) -> list[list[Phase]]:
         [
             tests("graphs", 240.0, ("capture",), device, more),
             tests("ranks", 240.0, ("nccl", "ranks", "checkpoints", "offload", "fp8"), device, more),
+            tests("configurations", 240.0, ("configurations",), device, more),
+            tests("optimizers", 240.0, ("optimizers",), device, more),
             tests("powers", 240.0, ("powers",), device, more),
             tests("soak", 240.0, ("soak",), device, more),
         ],

@@ -67,12 +67,19 @@ class Rank:
 
     Args:
         moved: A value added to all weights.
+        device: The device of the model.
     """
 
     def __init__(
-        self, case: Case, setting: Setting, registry: ProcessGroupRegistry, step: int = 0, moved: float = 0.0
+        self,
+        case: Case,
+        setting: Setting,
+        registry: ProcessGroupRegistry,
+        step: int = 0,
+        moved: float = 0.0,
+        device: str = "cpu",
     ) -> None:
-        self.case, self.setting, self.registry, self.made_in = case, setting, registry, step
+        self.case, self.setting, self.registry, self.made_in, self.device = case, setting, registry, step, device
         self.model = nn.ParameterDict()
         self.vetoes = False
         for name in case.names:
@@ -92,7 +99,8 @@ class Rank:
     def _piece(self, full: Tensor, name: str) -> Tensor:
         """Return this rank's shard of a parameter."""
         at = self.setting.at
-        return slice_of(full, at.spec(name), at.topology, self.registry.global_rank).to(self.case.mode.dtype)
+        piece = slice_of(full, at.spec(name), at.topology, self.registry.global_rank)
+        return piece.to(self.device, self.case.mode.dtype)
 
     def inner(self, kind: str) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{}, {"max_norm": self.case.group_max_norm}]
@@ -184,10 +192,11 @@ class Rank:
         case, setting, at = self.case, self.setting, self.registry.coordinate
         optimizer.zero_grad()
         for micro in range(setting.micro):
-            loss, terms = torch.zeros((), requires_grad=True) * 1.0, 0
+            loss, terms = torch.zeros((), requires_grad=True, device=self.device) * 1.0, 0
             for name, param in self.model.items():
                 if not is_idle(case, setting, name, at, number, micro):
                     factors = numbers(case, setting, name, at, number, micro).float() / self.averaged(name)
+                    factors = factors.to(self.device)
                     loss, terms = loss + (_with_gradient(param).float() * factors).sum(), terms + 1
             count = weight(case, setting, at, number, micro)
             absent = not terms and case.absent and case.draw("absent", number, micro, at) % 2
@@ -215,10 +224,10 @@ class Rank:
     def see(self, optimizer: ParallelOptimizer[Any], report: Report) -> None:
         """Record the final state in the report."""
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
-        report.params = {name: local(param).clone() for name, param in self.model.items()}
+        report.params = {name: local(param).cpu().clone() for name, param in self.model.items()}
         report.skipped = optimizer.skipped_steps
         for piece, value in zip(optimizer.stepped_tensors(), optimizer._states.values(), strict=True):
-            report.pieces.append((names[id(piece.param)], piece.offset, value.detach().clone()))
+            report.pieces.append((names[id(piece.param)], piece.offset, value.detach().cpu().clone()))
 
 
 def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegistry) -> Tensor:
@@ -244,13 +253,13 @@ def _registry(setting: Setting) -> Iterator[ProcessGroupRegistry]:
         yield registry
 
 
-def run(case: Case, path: Path) -> Report:
+def run(case: Case, path: Path, device: str = "cpu") -> Report:
     """Run from the start to the end, with a checkpoint on the way if the case resumes from one. If it resumes with
     another setting, this run ends at the checkpoint."""
     with _registry(case.setting) as registry:
-        report, rank = Report(), Rank(case, case.setting, registry)
+        report, rank = Report(), Rank(case, case.setting, registry, device=device)
         if case.differing is not None and registry.topology.world_size > 1:
-            report.problems += problems_of_differing_ranks(case, registry)
+            report.problems += problems_of_differing_ranks(case, registry, device)
         rank.freeze(step=0)
         optimizer = rank.optimizer()
         first = STEPS if case.resumed is None else case.saved_at
@@ -265,14 +274,15 @@ def run(case: Case, path: Path) -> Report:
         return report
 
 
-def go_on(case: Case, path: Path) -> Report:
+def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
     """Run from the checkpoint to the end."""
     assert case.resumed is not None
     with _registry(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
         # Constructed like the run before, or with the parameter that was added or frozen since then.
         adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)
-        report, rank = Report(), Rank(case, case.resumed, registry, step=0 if adds_group else last, moved=1.0)
+        made_in = 0 if adds_group else last
+        report, rank = Report(), Rank(case, case.resumed, registry, step=made_in, moved=1.0, device=device)
         if case.frozen is not None and case.frozen[2] is None:
             start = case.frozen[1]
             rank.freeze(0 if start == 0 or same or case.draw("frozen before") % 2 else last)
@@ -296,14 +306,14 @@ def go_on(case: Case, path: Path) -> Report:
 # Ranks that differ ------------------------------------------------------------------------------------------------------
 
 
-def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> list[str]:
+def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry, device: str = "cpu") -> list[str]:
     """Pass a different option on one rank.
 
     Return the problems of this rank: none if it raises an error that names the option, and changes nothing.
     """
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size
-    rank, what = Rank(case, case.setting, registry), case.differing
+    rank, what = Rank(case, case.setting, registry, device=device), case.differing
     if what == "weights":
         return _other_weights(rank, other)
     if what in ("lr", "kind") and not _has_peers(rank, case.draw("differing") % registry.topology.world_size):

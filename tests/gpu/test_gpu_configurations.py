@@ -1,0 +1,63 @@
+"""Random configurations of several ranks over gloo that share one GPU match the dense model in float64.
+
+`configurations` draws layout, memory format, precision, state placement, accumulation, clipping and events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_gpu import ranks
+
+pytest.importorskip("hypothesis", reason="hypothesis draws the configurations")
+
+from configurations import Case, case_of
+from configured_runs import Report, go_on, run
+from judged_runs import problems_of
+
+FIRST = 1000  # number of the first drawn configuration
+
+
+def size(case: Case) -> int:
+    return case.setting.at.topology.world_size
+
+
+def fits(case: Case, world_size: int) -> bool:
+    """Return whether the case runs on this number of ranks, also after its checkpoint, and has no DTensors: with gloo
+    their meshes are on the CPU."""
+    settings = [setting for setting in (case.setting, case.resumed) if setting is not None]
+    return all(setting.at.topology.world_size == world_size and not setting.at.meshes for setting in settings)
+
+
+def run_and_go_on(numbers: list[int], folder: str, device: str) -> list[list[dict[str, Any] | None]]:
+    """Run the drawn cases on this rank, and return per case the reports before and after its checkpoint."""
+    found = []
+    for number in numbers:
+        case, path = case_of(number), Path(folder, str(number))
+        try:
+            first = asdict(run(case, path, device))
+            found.append([first, None if case.resumed is None else asdict(go_on(case, path, device))])
+        except Exception as error:
+            raise RuntimeError(f"configuration {number} failed: {case}") from error
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_random_configurations_on_device_match_dense_model(
+    device: torch.device, world_size: int, tmp_path: Path
+) -> None:
+    wanted = 12 if device.type == "cuda" else 2
+    numbers = list(islice((number for number in count(FIRST) if fits(case_of(number), world_size)), wanted))
+    by_rank = ranks("gloo", world_size, run_and_go_on, numbers, str(tmp_path), device.type)
+    problems = {}
+    for number, reports in zip(numbers, zip(*by_rank, strict=True), strict=True):
+        first, second = ([report and Report(**report) for report in part] for part in zip(*reports, strict=True))
+        found = problems_of(case_of(number), first, second if second[0] else None)
+        if found:
+            problems[number] = found
+    assert not problems

@@ -22,13 +22,14 @@ scattered or gathered too where the base layer does so:
                             partial=(weight,
                             input))
 
-DoRA also needs the norms of the rows of the adapted weight. Each rank adds up the squares of its shard of the weight, and
-an all-reduce sums them over the axes that shard the rows. On `Linear2D` the weight's input features are sharded over
-another axis than A, so A is gathered first. On `Classifier2D` B and the norms are gathered.
+DoRA also needs the norm of each row of the adapted weight [out, in]. Each rank adds up the squares of the elements of a row
+that it holds, and an all-reduce sums them over the axes that shard the input features. On `Linear2D` the input features of
+the weight and of A are sharded over different axes, so A is all-gathered first. On `Classifier2D` B and the norms are
+all-gathered.
 
 With `copy_to` between A and B, the gradient of A's output is the sum over the axis, so the gradients of A and of the input
-are complete on every rank. Without it both would be partial, and `P(partial=axis)` would correct A only, not the layers
-before the adapter.
+are complete on every rank. Without `copy_to` both would be partial, and `P(partial=axis)` would correct only A, but not the
+layers before the adapter.
 """
 
 from __future__ import annotations
@@ -115,16 +116,16 @@ class AdapterLayout:
 
     @property
     def magnitude(self) -> P:
-        """Return the spec of DoRA's magnitudes [out], which is that of B without its second dim."""
+        """Return the spec of DoRA's magnitudes [out]: the spec of B without its second dim."""
         return P().with_dims([self.second.joint_dim_axes(0)], partial=self.second.partial, blocks=self.second.blocks)
 
     @property
     def reduced_axes(self) -> Axes:
-        """Return the axes that shard the rows of the weight, over which the squares of a row must be summed."""
+        """Return the axes that shard the input features of the weight. DoRA sums the squares of a weight row over them."""
         return ()
 
     def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return (dim, full length, spans on this rank) of the dims of the input that the axes of the layer shard."""
+        """Return a (dim, full length, spans on this rank) triple per dim of the input that the layer's axes shard."""
         return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
@@ -135,7 +136,7 @@ class AdapterLayout:
         return dim, length * self.registry.size(*axes), ((index * length, length),)
 
     def _feature_shard(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return the shard of the last dim whose spans are those of A's columns; none if the rank has all features."""
+        """Return this rank's shard of the last dim, with the spans of A's columns; [] if the rank has all features."""
         if input.size(-1) == self.in_features:
             return []
         where = self.registry.topology, self.registry.coordinate
@@ -146,11 +147,15 @@ class AdapterLayout:
         return a, b
 
     def norms_of_output(self, norms: Tensor) -> Tensor:
-        """Return the norms of the rows of B, from those of the rows of this rank's shard of the weight."""
+        """Return the norms for the output features of this rank's shard of B.
+
+        Args:
+            norms: The norms for the output features of this rank's shard of the weight.
+        """
         return norms
 
     def added_bias(self, base: nn.Module) -> Tensor | None:
-        """Return the bias that the base layer adds to its output before it gathers the output; None without one."""
+        """Return the bias that the base layer adds to its output before it gathers the output. None: no bias."""
         bias = getattr(base, "bias", None)
         return None if bias is None else local_tensor(bias)
 
@@ -169,15 +174,15 @@ class AdapterLayout:
         return self.leave(F.linear(self.join(hidden), b), output)
 
     def enter(self, input: Tensor) -> Tensor:
-        """Return this rank's features of the input, which are those of its shard of A."""
+        """Return the input features that this rank's shard of A multiplies."""
         return input
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        """Return A's columns of the ids, as [..., r]; zeros for ids whose columns other ranks hold."""
+        """Return the column of A of each id, as [..., r]; zeros for an id whose column other ranks hold."""
         return F.embedding(ids, a.t())
 
     def join(self, hidden: Tensor) -> Tensor:
-        """Return the input of B, from this rank's output of A."""
+        """Return the input of B: this rank's output of A after the collective between A and B."""
         return hidden
 
     def leave(self, output: Tensor, like: Tensor) -> Tensor:
@@ -192,8 +197,9 @@ class ColumnLayout(AdapterLayout):
     Args:
         axes: The axes.
         sequence_dim: Dim along which the input is sharded over the axes too. None: the input is replicated.
-        completes_gradients: False if code outside the layer sums the gradient of the layer's input, as for Megatron's
-            experts. The gradient of A is then partial. Default: True.
+        completes_gradients: True: the adapter sums the gradient of A's output over the axes. False: code outside the layer
+            sums the gradient of the layer's input, as for Megatron's experts, so the gradient of A is partial. Default:
+            True.
     """
 
     axes: Axes = ()
@@ -227,9 +233,10 @@ class RowLayout(AdapterLayout):
     Args:
         axes: The axes.
         sequence_dim: Dim along which the output is sharded over the axes. None: the output is replicated.
-        sums_output: False if code outside the layer sums its output, as for Megatron's experts. Default: True.
-        exchanges_batch: True if an embedding exchanges batch and sequence of its output, as Megatron's does with sequence
-            parallelism. Default: False.
+        sums_output: True: the adapter sums the output of A over the axes. False: code outside the layer sums the output of
+            the layer, as for Megatron's experts. Default: True.
+        exchanges_batch: True: the layer is an embedding that exchanges the batch dim and the sequence dim of its output, as
+            Megatron's embedding does with sequence parallelism. Default: False.
     """
 
     axes: Axes = ()
@@ -311,7 +318,7 @@ class GridLayout(AdapterLayout):
         return None if bias is None else copy_to(bias, self.registry, self.row)
 
     def _own_rows(self, full: Tensor, axis: str | None = None) -> Tensor:
-        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``. None: on `row`."""
+        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``; None: the axis `row`."""
         ((offset, length),) = P(axis or self.row).spans(
             0, full.size(0), self.registry.topology, self.registry.coordinate
         )
@@ -367,7 +374,7 @@ class CubeLayout(AdapterLayout):
 
 
 def _local_columns(ids: Tensor, a: Tensor, layout: AdapterLayout, *axes: str) -> Tensor:
-    """Return A's columns of the ids, as [..., r], with zeros for ids whose columns other ranks along ``axes`` hold."""
+    """Return the column of A of each id, as [..., r]; zeros for an id whose column other ranks along ``axes`` hold."""
     if layout.registry.size(*axes) == 1:
         return F.embedding(ids, a.t())
     index, is_remote = local_index(ids, layout.in_features, layout.registry, axes[0])
@@ -390,9 +397,9 @@ def layout_of(
     Args:
         base: The layer. Its weight is declared, or it is a DTensor, or the mesh has one rank.
         registry: The process groups.
-        sequence_parallel: True if the activations between layers are sharded along the sequence. None (default): True
-            if the layer's attribute ``sequence_parallel`` is true, or of Megatron's embeddings
-            ``reduce_scatter_embeddings``.
+        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the value of the
+            layer's attribute ``sequence_parallel``, or of ``reduce_scatter_embeddings`` of Megatron's embeddings; False
+            without these attributes. Default: None.
         expert_axes: Axes along which ranks hold the layers of different experts. Default: none.
         name: Name of the layer in errors. Default: "the base layer".
     Raises:
@@ -408,7 +415,7 @@ def layout_of(
             "layers and embeddings, so leave this layer out, or write an adapter of your own"
         )
     topology = registry.topology
-    # `fully_shard` gathers weights for the forward, so the layer computes without the data axes of a DTensor.
+    # `fully_shard` all-gathers a DTensor over its data axes before the forward, so the adapter is not sharded over them.
     stored = topology.data_axes if has_dtensors((weight,)) else ()
     spec = without_axes(weight_spec(weight, topology, name), stored)
     stacked = topology.expand_aliases(*([expert_axes] if isinstance(expert_axes, str) else expert_axes))
@@ -479,12 +486,15 @@ def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer"
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if spec.owned:
-        raise ValueError(f"{name}: its weight is declared {spec}, but an adapter needs a weight that every rank holds")
+        raise ValueError(
+            f"{name}: its weight is declared {spec}, but an adapter needs a weight that every rank holds; leave this layer "
+            "out of the adapted layers"
+        )
     return spec
 
 
 def without_axes(spec: P, axes: Iterable[str]) -> P:
-    """Return the spec without ``axes``, and without tied stages, because each stage has an adapter of its own."""
+    """Return the spec without ``axes``, and without owned and tied axes: each stage has an adapter of its own."""
     axes = {*axes}
     dims = [[part for part in spec.joint_dim_axes(dim) if axes.isdisjoint(part)] for dim in range(len(spec.entries))]
     kept = {axis for parts in dims for part in parts for axis in part}
@@ -543,7 +553,14 @@ def _shards(spec: P, topology: Topology, without: Axes) -> object:
 
 
 def _spec(spec: P, dims: Sequence[int | tuple[()]], inner: Axes, stacked: Axes) -> P:
-    """Return the spec of a factor: per dim the tensor axes of a dim of the weight; experts are stacked along dim 0."""
+    """Return the spec of a factor of an adapter.
+
+    Args:
+        spec: The spec of the weight.
+        dims: Per dim of the factor, the dim of the weight whose axes shard it, or () if no axis shards it.
+        inner: The axes over which the layer itself is sharded.
+        stacked: The axes along which experts differ. They shard dim 0 of the factor before other axes.
+    """
     entries: list[list[tuple[str, ...]]] = []
     for dim in dims:
         parts = [] if dim == () else [part for part in spec.joint_dim_axes(dim) if {*part} <= {*inner}]  # type: ignore[arg-type]

@@ -286,8 +286,8 @@ def _constant(function: Any) -> Callable[..., Tensor]:
 def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int = 0) -> Iterator[tuple[str, ...]]:
     """Context manager that sets the zero factors of all adapters to random values, and sets them to zero at its end.
 
-    One factor of a LoRA adapter is zero at first, so the gradient of the other factor is zero, and a check of gradients
-    cannot find that it is not summed. `prove` uses this context by itself.
+    One factor of a LoRA adapter is zero at first. The gradient of the other factor is then zero, so a check of gradients
+    cannot detect a missing sum of this gradient. `prove` enters this context itself.
 
         with random_factors(model, registry):
             loss_of(model).backward()
@@ -405,20 +405,20 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
     if layout.is_embedding:
         raise ValueError(
             f"{adapter.name}: PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A, but the table is "
-            f"sharded over {over}, and it sums nothing; {_INSTEAD}"
+            f"sharded over {over}, and PEFT does not sum the results; {_INSTEAD}"
         )
     if isinstance(layout, ColumnLayout):
         if not _communicates(second):
             raise ValueError(
                 f"{adapter.name}: the output features of this layer are sharded over {over}, but PEFT's lora_B does not "
-                "sum the gradient of its input over it, so the gradients of lora_A and of all earlier layers would be "
-                f"partial; {_INSTEAD}"
+                "sum the gradient of its input over these ranks, so the gradients of lora_A and of all earlier layers "
+                f"would be partial; {_INSTEAD}"
             )
         return
     if not _communicates(first):
         raise ValueError(
             f"{adapter.name}: the input features of this layer are sharded over {over}, but PEFT's lora_A does not sum its "
-            f"output over it, so each rank would add another output; {_INSTEAD}"
+            f"output over these ranks, so each rank would add a different output; {_INSTEAD}"
         )
     given = getattr(first, "in_features", layout.in_features)
     if given != layout.in_features:
@@ -429,7 +429,10 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
 
 
 def _communicates(module: nn.Module | None) -> bool:
-    """Return True if the forward of a factor's module is not that of `nn.Linear` alone."""
+    """Return True if a factor's module may issue collectives: it has hooks, or another forward than `nn.Linear`.
+
+    The result is True for None, a factor that is a parameter and not a module.
+    """
     if module is None:
         return True
     has_hooks = bool(module._forward_pre_hooks or module._forward_hooks)

@@ -9,7 +9,8 @@ runs. The gradient of the factors then follows from the gradient of the weight:
     P(e, tensor)                    P(e, None, partial=tensor)      P(e, tensor)
     P(e, None, tensor)              P(e, None, tensor)              P(e, partial=tensor)
 
-A rank with some of the output features adds up the gradient of A over these features only, so it is partial.
+If the output features are sharded, each rank computes the gradient of A from its own output features only, so this gradient
+is partial.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GroupedLoRA(AroundBase):
 
         model.experts = GroupedLoRA(model.experts, ["up", "down"], r=8, alpha=16, registry=registry)
 
-    `add_lora` does this for targets that are names of parameters.
+    `add_lora` creates this module for targets that are names of such parameters.
 
     Args:
         base: The module, with parameters [experts, out, in].
@@ -69,7 +70,7 @@ class GroupedLoRA(AroundBase):
         expert_axes: Data axes along which ranks hold different experts, for DTensors. If other data axes shard a DTensor,
             `fully_shard` gathers it over them for the forward. Default: none.
         seed: Seed of the initial factors, which depend on it and on the names only. Default: 0.
-        dtype: Of the factors. None: the dtype of each parameter.
+        dtype: Dtype of the factors. None: the dtype of the adapted parameter.
         name: Name of the module, for errors and for the seed. Default: "the experts".
 
     Attributes:
@@ -80,8 +81,8 @@ class GroupedLoRA(AroundBase):
 
     Shapes: input and output as in the base module. Each forward needs memory for the adapted weight of this rank's experts.
     Raises:
-        ValueError: ``r`` is not positive; or a parameter does not exist, is not declared, or has not three dims.
-    Collectives: none of its own. Host synchronization: none.
+        ValueError: ``r`` is not positive; or a parameter does not exist, is not declared, or does not have three dims.
+    Collectives: none except those of the base module. Host synchronization: none.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ def grouped_layout_of(
     Args:
         base, parameter, registry, is_transposed, expert_axes, name: As in `GroupedLoRA`; ``parameter`` is one name.
     Raises:
-        ValueError: The parameter does not exist, is not declared, has not three dims, or only some ranks hold it.
+        ValueError: The parameter does not exist, is not declared, does not have three dims, or only some ranks hold it.
     """
     weight = dict(base.named_parameters(recurse=False)).get(parameter)
     if weight is None or weight.dim() != 3:
@@ -257,7 +258,7 @@ def _factor_spec(spec: P, dims: Sequence[Sequence[tuple[str, ...]]], partial: Se
 
 
 def _axes_of_fully_shard(weight: Tensor, spec: P, topology: Topology, expert_axes: Sequence[str]) -> list[str]:
-    """Return the data axes over which `fully_shard` stores a DTensor sharded; the forward computes without them."""
+    """Return the data axes over which `fully_shard` has sharded a DTensor, and gathers it before the forward."""
     if not has_dtensors((weight,)):
         return []
     parts = (part for dim in range(3) for part in spec.joint_dim_axes(dim))

@@ -1,4 +1,4 @@
-"""LoRA adapters beside linear layers and embeddings, sharded like these: `LoRA` and `add_lora`.
+"""LoRA adapters of linear layers and embeddings, with factors that are sharded as the layer is: `LoRA` and `add_lora`.
 
 References: Hu et al. 2021 (LoRA), arXiv:2106.09685; Kalajdzievski 2023 (rsLoRA), arXiv:2312.03732; Liu et al. 2024 (DoRA),
 arXiv:2402.09353.
@@ -56,13 +56,14 @@ class LoRA(AroundBase):
             one process: each rank draws the mask of the unsharded input from torch's default generator, and uses its
             shard. So this generator must have the same state along the model axes. Ids of embeddings are not dropped.
             Default: 0, no dropout.
-        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
-            this name of the base layer (of Megatron's embeddings ``reduce_scatter_embeddings``), or else False. Default:
-            None.
+        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the value of the
+            base layer's attribute ``sequence_parallel``, or of ``reduce_scatter_embeddings`` of Megatron's embeddings;
+            False without these attributes. Default: None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
         generator: Random generator for A, in the same state on all ranks, or one per rank along ``expert_axes``. None:
             torch's default generator.
-        dtype: Of the factors. None: the dtype of the base layer's weight.
+        dtype: Dtype of the factors. None: the dtype of the base layer's weight.
+        name: Name of the layer, for errors. Default: "the base layer".
 
     Attributes:
         base_layer: The base layer.
@@ -71,11 +72,12 @@ class LoRA(AroundBase):
         scaling: Factor of the adapter's output.
         is_merged: True between `merge` and `unmerge`.
 
-    Shapes: input and output as in the base layer. If it returns a tuple, the first tensor is adapted.
+    Shapes: input and output as in the base layer. If the base layer returns a tuple, the first tensor is adapted.
     Raises:
-        ValueError: ``r`` is not a positive integer; ``dropout`` is out of range; the layer is not supported or not
-            declared; or ``registry`` is None, there are several ranks, and the layer is not one of meshstep. In the first
-            forward with dropout: the states of torch's default generator differ along the model axes.
+        ValueError: ``r`` is not a positive integer; ``dropout`` is not in [0, 1), or is not 0 for layers of different
+            experts; the layer is not supported or not declared; or ``registry`` is None, there are several ranks, and the
+            layer is not one of meshstep. In the first forward with dropout: the states of torch's default generator differ
+            along the model axes.
         TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
     vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`. With DoRA,
@@ -168,7 +170,7 @@ class LoRA(AroundBase):
         return input * (kept.to(input.dtype) / (1 - self.dropout))
 
     def named_factors(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes. Names start with that of the layer."""
+        """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes. Names start with the layer's name."""
         prefix = "" if self._name == _NO_NAME else f"{self._name}."
         return [(f"{prefix}{name}", param) for name, param in self.named_parameters(recurse=False)]
 
@@ -183,8 +185,8 @@ class LoRA(AroundBase):
 
         Args:
             dtype: Dtype of the computation. None: the weight's, at least float32.
-        Collectives: an all-reduce over the axes that shard the rows. On `Linear2D` an all-gather of A, on `Classifier2D` of
-        B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table.
+        Collectives: an all-reduce over the axes that shard the input features. On `Linear2D` an all-gather of A, on
+        `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table.
         """
         layout = self._layout
         a, b = layout.factors_of_weight(local_tensor(self.lora_A), local_tensor(self.lora_B))
@@ -197,7 +199,7 @@ class LoRA(AroundBase):
         return layout.norms_of_output(squares.sqrt())
 
     def _added_bias(self, result: Any, output: Tensor) -> Tensor | None:
-        """Return the bias that the base layer has added to its output, in the layout of the output; None without one."""
+        """Return the bias that the base layer has added to its output, in the layout of the output. None: no bias."""
         if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
             return None
         bias = self._layout.added_bias(self.base_layer)
@@ -215,14 +217,15 @@ class LoRA(AroundBase):
     def merge(self) -> None:
         """Add the adapter to this rank's shard of the base weight. Forward then calls the base layer only.
 
-        The sum is computed in float64 and rounded once. Call it on all ranks.
+        With DoRA, the rows of the sum are also rescaled to the magnitudes. The new weight is computed in float64 and
+        rounded once. Call this method on all ranks.
 
             model.up.merge()
 
         Raises:
             ValueError: A factor is declared with other shards than its base layer requires. The weight is unchanged.
         Collectives: all-gathers of the factors over the axes that shard them; with DoRA also an all-reduce over the axes
-        that shard the rows of the weight. Host synchronization: yes, if there are collectives.
+        that shard the input features of the weight. Host synchronization: yes, if there are collectives.
         """
         if self.is_merged:
             return
@@ -236,9 +239,9 @@ class LoRA(AroundBase):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Subtract the adapter from this rank's shard of the base weight, computed in float64 and rounded once.
+        """Restore this rank's shard of the base weight from before `merge`, computed in float64 and rounded once.
 
-        The weight may differ from its value before `merge` in the last bit. Call it on all ranks.
+        The weight may differ from its value before `merge` in the last bit. Call this method on all ranks.
 
             model.up.unmerge()
 
@@ -343,7 +346,7 @@ def add_lora(
         if not matching and not of_experts:
             raise ValueError(
                 f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
-                f"{some([*filter(None, modules)])}"
+                f"{some([*filter(None, modules)])}; give the name of a layer, or of a parameter [experts, out, in]"
             )
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
             raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")
@@ -504,9 +507,12 @@ def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
 
 
 def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, name: str) -> None:
-    """Raise ValueError on all ranks along the model axes if torch's default generators of a device differ there.
+    """Raise ValueError on all ranks along the model axes if the states of torch's default generator differ between them.
 
-    Collectives: an all-reduce of two numbers over the model axes. Host synchronization: yes.
+    While a CUDA graph is captured, nothing is compared.
+
+    Collectives: an all-reduce of two numbers over the model axes.
+    Host synchronization: yes.
     """
     axes = tuple(axis for axis in registry.topology.model_axes if registry.topology.role(axis) != "pipe")
     if not axes or registry.size(*axes) == 1 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

@@ -39,7 +39,8 @@ class StoredParameter(NamedTuple):
     Attributes:
         param: The parameter on this rank.
         spec: Its layout.
-        keys: Names of the tensors. Several are the experts of several ranks, which are stacked along dim 0.
+        keys: Names of the tensors in the file. With several names, the full parameter is the concatenation of these tensors
+            along dim 0: each tensor belongs to the experts of one rank.
         pack, unpack: Functions that convert the full tensor to the form in the file, and back.
     """
 
@@ -72,7 +73,8 @@ def save_adapter(
         model: A model with `LoRA` modules, or with adapters that `declare_adapters` has declared.
         registry: The process groups. None: as in `declare_adapters`. Default: None.
         adapter_name: PEFT's name of the adapter, in a model with layers of PEFT. Default: "default".
-        base_model: Name or path of the base model, for the field of this name in the configuration. Default None: none.
+        base_model: Name or path of the base model, for the field of this name in the configuration. None: the field is
+            null. Default: None.
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
         ValueError: On every rank: the model has no adapter; adapters have different settings ``use_rslora`` or
@@ -174,7 +176,7 @@ def load_adapter(
         if missing or (unused and not registry.topology.pipe_axes):
             raise ValueError(
                 f"{os.fspath(folder)} lacks {some(missing) or 'nothing'} and has {some(unused) or 'nothing'} that the "
-                "model has not; add adapters to the same layers as in the saved model"
+                "model does not have; add adapters to the same layers as in the saved model"
             )
         return [_part_of(stored, param, registry) for param in params]
 
@@ -205,7 +207,7 @@ def _stored_parameters(
 ) -> tuple[list[str], list[StoredParameter]]:
     """Return (names of the adapted layers in the dense model, factors with PEFT's names of their tensors in a file).
 
-    There are several layers if each rank has other experts.
+    There are several layers if the ranks have different experts.
     """
     layout = derived_layout(adapter, registry)
     if isinstance(layout, GroupedLayout):
@@ -230,10 +232,11 @@ def _stored_parameters(
 def _stored_factors_of_experts(
     adapter: Adapter, layout: GroupedLayout, registry: ProcessGroupRegistry
 ) -> tuple[list[str], list[StoredParameter]]:
-    """Return what `_stored_parameters` returns, for the adapters of a parameter of several experts.
+    """Return the result of `_stored_parameters` for the adapters of a parameter of several experts.
 
     PEFT nests one adapter per parameter around a module; the adapter of its last parameter is the outermost. A file has A
-    as [experts * r, in] and B as [out, r * experts], with the experts as the fastest index.
+    as [experts * r, in], with the expert as the slower index of dim 0, and B as [out, r * experts], with the expert as the
+    faster index of dim 1.
     """
     module, name, experts = adapter.module, _without_prefix(adapter.name), layout.experts
     assert isinstance(module, GroupedLoRA)

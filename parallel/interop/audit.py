@@ -84,7 +84,10 @@ class Sketch(NamedTuple):
         return all(abs(a - b) <= largest for a, b in pairs)
 
     def is_near(self, other: Sketch, fraction: float) -> bool:
-        """Return True if the norm of the difference, estimated from the dot products, is at most ``fraction`` x a norm."""
+        """Return True if the norm of the difference is at most ``fraction`` x the larger norm.
+
+        The norm of the difference is estimated by the dot products.
+        """
         pairs = zip(self.projections, other.projections, strict=True)
         square = sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS
         return square <= (fraction * max(self.norm, other.norm)) ** 2
@@ -167,8 +170,8 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
 
     Args:
         model: A model with declared parameters (`declare`, `declare_by_flags`). A parameter is not compared along its owned
-            axes, or along an axis on which some ranks do not have it. Tied parameters may have different names on
-            their stages. They then belong together in the order in which the stages have them.
+            axes, or along an axis on which some ranks do not have it. A tied parameter may have different names on its
+            stages: the n-th such parameter of one stage is then compared with the n-th of the other stages.
         registry: The process groups.
     Returns:
         The contradictions, identical on all ranks. ``print`` shows one line per contradiction.
@@ -207,10 +210,11 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
 
 
 def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> list[dict[str, str]]:
-    """Return one dict per rank: {name of a tied parameter there: its name on the lowest rank that has it}.
+    """Return one dict per rank, from the name of a tied parameter on this rank to its name on the lowest holding rank.
 
-    A tied parameter may have different names on its stages. Equal names belong together. The other parameters that are
-    tied over the same ranks belong together in the order in which the ranks have them, as in `ParallelOptimizer`.
+    A tied parameter may have different names on its stages. Among parameters that are tied over the same stages, a name
+    that exists on all of these ranks belongs to one parameter, and is not in the dicts. The n-th of the remaining names
+    belongs to the same parameter on each rank, as in `ParallelOptimizer`.
 
     Args:
         specs: {name: spec in the axes of the topology} of the parameters on each rank. The spec of a parameter without
@@ -236,7 +240,7 @@ def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> l
 def hints_of_equal_stages(values: Sequence[Mapping[str, Hashable]], topology: Topology) -> tuple[str, ...]:
     """Return at most one text, which names parameters of different pipeline stages with equal values.
 
-    A parameter that equals another one of its own stage is not named, because then copies are part of the model.
+    A parameter that equals another parameter of its own stage is not named, because the model then has copies on purpose.
 
     Args:
         values: {name: fingerprint of the value} of the parameters on each rank that are neither constant nor tied.
@@ -310,40 +314,40 @@ def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_sam
             layout = "replicated" if same_gradients else "replicated, perhaps with a partial gradient"
             return (
                 "the values are equal" + (f" and {what}" if what else ""),
-                f"either it is {layout}, and would count {n} times in a norm: remove its flag (tensor_model_parallel, or "
-                "P(axis)); or the shards were initialised with equal values",
+                f"either the parameter is {layout}, and would count {n} times in a norm: remove its flag "
+                "(tensor_model_parallel, or P(axis)); or the shards were initialised with equal values",
             )
         return None
     if kind == "tied":
         if not same_values:
             return (
                 "the values differ",
-                "its replicas diverged, or were loaded or initialised with different values: copy the values of one rank "
-                "to the others; or they are different parameters: remove tied=",
+                "the replicas diverged, or were loaded or initialised with different values: copy the values of one rank "
+                "to the other ranks; or the stages have different parameters: remove tied=",
             )
         if same_gradients and n > 1:
             return (
                 "the gradients are equal",
-                f"they are summed already, and another sum would make them {n} times too large: call audit before the "
-                "sum, or remove the sum",
+                f"the gradients are summed already, and another sum would make them {n} times too large: call audit before "
+                "the sum, or remove the sum",
             )
         return None
     if not same_values:
         return (
             "the values differ",
-            "either it is sharded and lacks its flag (tensor_model_parallel and partition_dim, or P(axis)); or the "
-            "replicas were initialised with different values",
+            "either the parameter is sharded and lacks its flag (tensor_model_parallel and partition_dim, or P(axis)); or "
+            "the replicas were initialised with different values",
         )
     if kind == "copy" and comparable and not same_gradients:
         return (
             "the gradients differ",
-            "either they are partial gradients that are never summed, so that the replicas diverge: set "
+            "either these are partial gradients that are never summed, so that the replicas diverge: set "
             "sequence_parallel, or P(partial=...); or backward lacks an all-reduce",
         )
     if kind == "partial" and same_gradients:
         return (
             "the gradients are equal",
-            f"they are complete, and another sum would make them {n} times too large: remove the flag "
+            f"the gradients are complete, and another sum would make them {n} times too large: remove the flag "
             "(sequence_parallel, or P(partial=...))",
         )
     return None

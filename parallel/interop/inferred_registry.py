@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class _Inferred(NamedTuple):
-    """A registry, and what it was inferred from.
+    """A registry, and the device meshes from which its axes were derived.
 
     Attributes:
-        world: The default process group at that time; None if ``torch.distributed`` was not initialised.
+        world: The default process group when the registry was created; None if ``torch.distributed`` was not initialised.
         meshes: The device meshes of the DTensors.
         registry: The registry.
     """
@@ -160,7 +160,8 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     if kind is None:
         return ()
     params = list(params)
-    if all(issubclass(cls, kind) for cls in {*map(type, params)}):  # a pass in C, because lists are long
+    # `map` and a set of types, because a Python loop over thousands of parameters would be slow.
+    if all(issubclass(cls, kind) for cls in {*map(type, params)}):
         dtensors = params
     else:
         dtensors = [param for param in params if isinstance(param, kind)]

@@ -26,7 +26,10 @@ from ..mesh.call_tracker import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]
-_COUNTS = "ranks have unequal numbers of classes; pass the total number as classes=, and shard them as torch.chunk does"
+_COUNTS = (
+    "ranks have unequal numbers of classes; pass the total number as classes= to cross_entropy_2d, and shard the classes "
+    "as torch.chunk does"
+)
 
 
 def vocab_parallel_cross_entropy(
@@ -199,7 +202,7 @@ class _Sharding:
             errors = (abs(num_local - expected), 0)
         packed = torch.cat([maximum.reshape(-1), *(maximum.new_full((1,), error) for error in errors)])
         self.reduce_over_classes(packed, dist.ReduceOp.MAX)
-        message = f"{_COUNTS} (this rank has {num_local}, classes={self.classes})"
+        message = f"{_COUNTS} (this rank has {num_local} classes, classes={self.classes})"
         torch._assert_async(packed[-2:].sum() == 0, message)
         return packed[:-2].view(maximum.shape)
 

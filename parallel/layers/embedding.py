@@ -30,8 +30,8 @@ class VocabParallelEmbedding(nn.Module):
         registry: The process groups.
         axis: The mesh axis that shards the vocabulary. Default: "tensor".
         sequence_parallel: If True, the output is sharded over the axis along dim 1, the sequence. Default: False.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Embedding` with the same seed. Default None: torch's defaults.
 
     Shapes:
         ids [...], replicated -> [..., embedding_dim], replicated; or [batch, seq] -> [batch, seq/t, embedding_dim] with
@@ -96,8 +96,8 @@ class Embedding2D(nn.Module):
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis along which there are several grids (2.5-D). The weight is replicated over depth, with a
             partial gradient that the optimizer sums. Default None: a single grid.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Embedding` with the same seed. Default None: torch's defaults.
 
     Shapes:
         ids [batch/rows, ...], replicated over col -> [batch/rows, ..., embedding_dim/cols]; batch/(depth*rows) with depth.
@@ -172,8 +172,8 @@ class Classifier2D(nn.Module):
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis along which there are several grids (2.5-D). The parameters are replicated over depth, with
             partial gradients that the optimizer sums: the specs below get ``partial=depth``. Default None: a single grid.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed. Default None: torch's defaults.
 
     Shapes:
         input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], as `cross_entropy_2d` expects;

@@ -31,13 +31,13 @@ def draw_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the initial weight [out_features, in_features] and bias [out_features] of `nn.Linear`, on every rank in full.
 
-    Both are uniform in +-1/sqrt(in_features). With ``bias=False``, the second result is None.
+    Both are uniform between -1/sqrt(in_features) and 1/sqrt(in_features). With ``bias=False``, the second result is None.
 
     Args:
         in_features, out_features: Sizes of the full layer.
         bias: If True, the layer has a bias.
         generator: Random generator. None: torch's default generator.
-        device, dtype: Of the results. None: torch's defaults.
+        device, dtype: Device and dtype of the results. None: torch's defaults.
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -60,7 +60,7 @@ def draw_embedding(
     Args:
         num_embeddings, embedding_dim: Sizes of the full table.
         generator: Random generator. None: torch's default generator.
-        device, dtype: Of the result. None: torch's defaults.
+        device, dtype: Device and dtype of the result. None: torch's defaults.
     """
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 

@@ -34,7 +34,7 @@ class SplitLayerNorm(nn.Module):
         batch_axes: The axes over which backward sums the gradients of weight and bias.
         eps: Added to the variance.
         bias: If True, the layer has a bias.
-        device, dtype: Of weight and bias. None: torch's defaults.
+        device, dtype: Device and dtype of weight and bias. None: torch's defaults.
         partial: The axes over which the optimizer, and not backward, sums the gradients of weight and bias. Default: none.
     """
 
@@ -87,7 +87,8 @@ class LayerNorm2D(SplitLayerNorm):
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis along which there are several grids (2.5-D). Weight and bias are replicated over depth, with
             partial gradients that the optimizer sums: their spec gets ``partial=depth``. Default None: a single grid.
-        device, dtype: Of weight and bias, whose initial values are one and zero. Default None: torch's defaults.
+        device, dtype: Device and dtype of weight and bias, whose initial values are one and zero. Default None: torch's
+            defaults.
 
     Shapes:
         input and output [batch/rows, ..., features/cols]; batch/(depth*rows) with depth. The output has the input's dtype;

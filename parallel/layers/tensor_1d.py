@@ -100,8 +100,8 @@ class ColumnParallelLinear(_SplitLinear):
         gather_output: If True, the output has all features on every rank. All ranks must then do the same computation with
             the output, because backward keeps only this rank's slice of the gradient. Default: False.
         sequence_parallel: If True, the input is sharded over the axis along dim 1, the sequence. Default: False.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed. Default None: torch's defaults.
 
     Shapes:
         input [..., in], replicated; or [batch, seq/t, ..., in] with sequence_parallel.
@@ -172,8 +172,8 @@ class RowParallelLinear(_SplitLinear):
         input_is_parallel: If True, the input has only this rank's features, as `ColumnParallelLinear` returns them. If
             False, the input has all features on every rank, and the layer takes this rank's slice. Default: True.
         sequence_parallel: If True, the output is sharded over the axis along dim 1, the sequence. Default: False.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed. Default None: torch's defaults.
 
     Shapes:
         input [..., in/t]; or [..., in] with input_is_parallel=False.

@@ -98,8 +98,8 @@ class Linear2D(nn.Module):
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis along which there are several grids (2.5-D). The parameters are replicated over depth, with
             partial gradients that the optimizer sums: the specs below get ``partial=depth``. Default None: a single grid.
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
-            (the weight transposed). Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed, with the weight matrix transposed. Default None: torch's defaults.
 
     Shapes:
         input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols]; batch/(depth*rows) with depth.

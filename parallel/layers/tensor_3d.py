@@ -63,8 +63,8 @@ class Linear3D(nn.Module):
         bias: If True, the layer has a bias. Default: True.
         input, weight, output: The mesh axes. Exchange ``input`` and ``output`` in every second layer, as in the example.
             Defaults: "input", "weight", "output".
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
-            (the weight transposed). Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed, with the weight matrix transposed. Default None: torch's defaults.
 
     Shapes, in which the name of a mesh axis means its size:
         input [batch/(weight*input), ..., in/output] -> output [batch/(weight*output), ..., out/input].
@@ -133,7 +133,8 @@ class LayerNorm3D(SplitLayerNorm):
         eps: Added to the variance. Default: 1e-5.
         bias: If True, the layer has a bias. Default: True.
         input, weight, output: The mesh axes, as in the `Linear3D` that follows. Defaults: "input", "weight", "output".
-        device, dtype: Of weight and bias, whose initial values are one and zero. Default None: torch's defaults.
+        device, dtype: Device and dtype of weight and bias, whose initial values are one and zero. Default None: torch's
+            defaults.
 
     Shapes, in which the name of a mesh axis means its size:
         input and output [batch/(weight*input), ..., features/output]. The output has the input's dtype; half precision
@@ -186,7 +187,8 @@ class DiagonalTable(nn.Module):
         self.rows, self.features = full.shape
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
-        self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows module.to()
+        # A buffer, because module.to() moves and casts buffers.
+        self.register_buffer("_like", full.new_empty(0), persistent=False)
 
     def table(self) -> Tensor:
         """Return the shard [rows, features/output] for this rank's coordinate on ``output``, on every rank.
@@ -214,8 +216,8 @@ class Embedding3D(DiagonalTable):
         registry: The process groups.
         input, weight, output: The mesh axes, as in the `Linear3D` that follows. ``input`` must be at least as large as
             ``output``. Defaults: "input", "weight", "output".
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Embedding` with the same seed. Default None: torch's defaults.
 
     Shapes, in which the name of a mesh axis means its size:
         ids [batch/(weight*input), ...], replicated over output -> [batch/(weight*input), ..., embedding_dim/output].
@@ -268,8 +270,8 @@ class Classifier3D(DiagonalTable):
         bias: If True, the layer has a bias. Default: False.
         input, weight, output: The mesh axes, as in a `Linear3D` with the same input. ``input`` must be at least as large
             as ``output``. Defaults: "input", "weight", "output".
-        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
-            Default None: torch's defaults.
+        generator, device, dtype: Random generator, device and dtype of the initial weights, which equal the weights of
+            `nn.Linear` with the same seed. Default None: torch's defaults.
 
     Shapes, in which the name of a mesh axis means its size:
         input [batch/(weight*input), ..., in/output] -> [batch/(weight*input), ..., classes], replicated over output, as

@@ -468,9 +468,10 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
         registry: Provides this rank's coordinate.
         axis: The mesh axis that shards the dim.
     Returns:
-        Two tensors of the shape of ``index``. The first has the indices into this rank's shard, and 0 where the element
-        is in the shard of another rank. The second is a bool mask that is True at these positions. If a value is not in
-        0..length-1, its index is outside the shard on every rank, so that a lookup fails as in the dense model.
+        Two tensors of the shape of ``index``. The first has the indices into this rank's shard, and 0 for elements in the
+        shards of other ranks. The second is a bool mask that is True for elements in the shards of other ranks. If a value
+        of ``index`` is not in 0..length-1, the returned index is outside the shard on every rank, so that a lookup fails
+        as in the dense model.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))

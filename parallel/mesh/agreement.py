@@ -125,7 +125,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
         RuntimeError: Ranks called this function from different public calls of this library (raised on every rank); or
             a collective failed.
     Collectives: those of `gather_objects`.
-    Host synchronization: yes. With one rank only to describe tensors on a device.
+    Host synchronization: yes. With one rank, only if a setting has a tensor of at most 16 elements on a device.
     """
     check_all_say_the_same(gather_objects(described(settings), registry))
 

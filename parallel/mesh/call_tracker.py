@@ -70,7 +70,7 @@ class Answering:
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def stop(self) -> None:
-        """Stop the thread and wait up to two seconds for its end; it must not run while the interpreter exits."""
+        """Stop the thread and wait up to two seconds for its end; the thread must not run while the interpreter exits."""
         self._stop.set()
         self._thread.join(2 * POLL_INTERVAL)
 
@@ -115,8 +115,8 @@ class Answering:
 class _Server:
     """Monitor that detects the exit of the process that serves a store, over a separate idle connection.
 
-    It monitors only a TCPStore to which it can connect; for other stores `check` never raises. Without the monitor, the
-    client of the store would detect the exit, and torch would log a long C++ stack trace.
+    Only a TCPStore to which a connection is possible is monitored; for other stores `check` never raises. Without the
+    monitor, the client of the store would detect the exit, and torch would log a long C++ stack trace.
     """
 
     def __init__(self, store: Any) -> None:

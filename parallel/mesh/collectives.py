@@ -108,7 +108,7 @@ def _collective(function: Map_) -> Map_:
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # `track_call` is not traced
+        if torch.compiler.is_compiling():  # torch.compile can't trace `track_call`
             return function(tensor, over, **options)
         with track_call(over.call, over.registry):
             return function(tensor, over, **options)

@@ -70,7 +70,7 @@ def check_random_state(state: object) -> None:
     assert isinstance(state, dict)
     version, numbers, gauss = state["python"]
     if gauss is not None:
-        check_number(gauss, "python's gauss")
+        check_number(gauss, "the random state['python'][2]")
     devices = {"cpu": "cpu", **({"cuda": "cuda"} if "cuda" in state and torch.cuda.is_available() else {})}
     try:
         random.Random().setstate((version, tuple(numbers), gauss))

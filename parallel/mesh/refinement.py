@@ -38,7 +38,7 @@ class Dim(NamedTuple):
 
 
 def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
-    """Return, per global rank, the dims of the meshes that contain this rank: the result of `dims_of` there.
+    """Return the result of `dims_of` on every rank, as a list indexed by global rank.
 
     Raises:
         ValueError: On every rank: a mesh has no dim names.

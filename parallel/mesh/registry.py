@@ -676,9 +676,10 @@ class ProcessGroupRegistry:
     def close(self, *, abort: bool = False) -> None:
         """Destroy the process groups that this registry created.
 
-        The default group, and groups that were passed to `adopt`, are not destroyed. A closed registry returns no
-        groups. A second call has no effect. If the default group was destroyed or replaced after this registry was
-        constructed, no group is destroyed. All ranks destroy their groups in the same order.
+        The default group, and groups that were passed to `adopt`, are not destroyed. After this
+        call, `group` raises RuntimeError. A second call of ``close`` has no effect. If the default group was destroyed or
+        replaced after this registry was constructed, no group is destroyed. All ranks destroy their groups in the same
+        order.
 
         Args:
             abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them. A

@@ -1,4 +1,4 @@
-"""`stop_gradient`: a tensor that is a constant in backward, and that `prove` keeps constant too."""
+"""`stop_gradient`: detach a tensor, so that both backward and `prove` count it as a constant."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from torch import Tensor
 
 
 def stop_gradient(tensor: Tensor) -> Tensor:
-    """Return the tensor detached, as a quantity that counts as constant in backward on purpose.
+    """Return ``tensor.detach()``; use this function for a tensor that backward ignores on purpose.
 
-    It is ``tensor.detach()``. But `prove` compares gradients with changes of the loss, and would see that the loss depends
-    on a detached tensor. During a proof this function therefore returns the values of the first forward.
+    `prove` compares gradients with changes of the loss, and would report that the loss depends on a detached tensor. While
+    `prove` runs, every forward therefore gets the values that this function returned in the first forward.
 
         scale = stop_gradient(torch.ones(4).norm())     # gradients ignore that the norm depends on the weights
 
-    Every forward of the module must call it equally often, in the same order.
+    Each forward of the model must call this function equally often, and in the same order.
 
     Args:
         tensor: Any tensor.
+    Returns:
+        The detached tensor, which shares memory with ``tensor``. In later forwards of `prove`, a recorded tensor of the
+        same shape, in the dtype of ``tensor``.
     Raises:
-        ValueError: Only during a proof: a forward calls it more often than the first one, or with another shape.
-    Collectives: none. Host synchronization: none.
+        ValueError: Only while `prove` runs: a forward calls this function more often than the first forward, or with a
+            tensor of another shape.
+    Collectives: none.
+    Host synchronization: none.
     """
     return tensor.detach() if _RECORD is None else _RECORD.next(tensor.detach())
 
 
 class ConstantRecord:
-    """The constants of the first forward in a `recorded` block, which later forwards use again."""
+    """The results of `stop_gradient` in the first forward of a proof, which later forwards get instead of their own."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
@@ -37,7 +42,7 @@ class ConstantRecord:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager for one forward (and its backward): the first one records constants, the others repeat them."""
+        """Context manager for one forward and its backward: the first forward records results, later forwards get them."""
         global _RECORD
         before, _RECORD, self._position = _RECORD, self, 0
         try:
@@ -59,8 +64,8 @@ class ConstantRecord:
         value, self._position = self._values[self._position], self._position + 1
         if value.shape != tensor.shape:
             raise ValueError(
-                f"stop_gradient got shape {tuple(tensor.shape)}, but the first forward gave {tuple(value.shape)}; call it "
-                "in the same order in every forward"
+                f"stop_gradient got a tensor of shape {tuple(tensor.shape)}, but in the first forward this call got shape "
+                f"{tuple(value.shape)}; call stop_gradient in the same order in every forward"
             )
         return value.to(tensor.dtype)
 

@@ -1,9 +1,11 @@
-"""Hypothesis strategies for topologies and parameter layouts. They need ``pip install hypothesis``.
+"""Hypothesis strategies for topologies and parameter layouts.
 
-@given(layout=layouts(most_ranks=4))
-def test_norm(ranks, layout):
-    norms = ranks.run(norm_of_pieces, layout.topology.world_size, layout)
-    assert norms == pytest.approx([dense_norm(layout)] * len(norms))
+    @given(layout=layouts(most_ranks=4))
+    def test_norm(ranks, layout):
+        norms = ranks.run(norm_of_shards, layout.topology.world_size, layout)
+        assert norms == pytest.approx([dense_norm(layout)] * len(norms))
+
+The strategies need ``pip install hypothesis``.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def specs(
 ) -> P:
     """Draw a spec of a tensor. Over each axis the tensor is replicated, or has a layout from ``kinds``.
 
-    Over data-parallel axes the tensor is always replicated. Only pipeline axes tie it.
+    Over data-parallel axes the tensor is always replicated. It is tied only over pipeline axes.
 
     Args:
         topology: Provides the axes.

@@ -121,9 +121,12 @@ class Setup:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
-        """Return the param groups without frozen parameters that have no spec, and (name, parameter) pairs of these.
+        """Remove the frozen parameters without a spec from ``groups``, (name, parameter) pairs per param group.
 
         The optimizer leaves such parameters out, so a frozen model needs no declarations. Collectives: none.
+
+        Returns:
+            New param groups, and the (name, parameter) pairs of the removed parameters.
         """
         left_out = frozen_without_spec(groups, self.registry.topology, compared=bool(self.check_replicas))
         kept = [[pair for pair in group if id(pair[1]) not in left_out] for group in groups]
@@ -297,7 +300,7 @@ class Setup:
         check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
         if self.reduction != "packed":
             raise ValueError(
-                f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': give that"
+                f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': leave reduction= out"
             )
         if clip is not None and (clip.level == "units" or clip.weights):
             raise ValueError(
@@ -500,9 +503,9 @@ class Setup:
         return before
 
     def divided(self, info: GradScaleInfo) -> GradScaleInfo:
-        """Return ``info`` for gradients that are sums over the data ranks if ``sum_order="fixed"``; else unchanged.
+        """Return ``info``, changed so that ``sum_order="fixed"`` divides gradients by the number of data ranks.
 
-        Otherwise gradients are averages over the data ranks.
+        With "fixed", gradients are sums over the data ranks. With "any" they are averages, and ``info`` is unchanged.
         """
         if self.sum_order == "any":
             return info
@@ -714,7 +717,7 @@ ELSEWHERE = {
     "accumulate_grad_batches": "accumulation_steps=...",
     "mixed_precision": "precision=...",
     "dtype": "precision=...",
-    "model": "data_parallel=..., where it is the model that averages gradients, and else leave it out",
+    "model": "data_parallel=model if the model is a DistributedDataParallel or fully_shard module, else leave it out",
 }
 
 

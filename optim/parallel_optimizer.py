@@ -145,8 +145,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None (default): in the
             gradients' own dtype. It has no effect on `Sharded`, which has its own ``compression`` argument, or on a
             ``data_parallel`` module.
-        bucket_bytes: Maximum size of a gradient bucket in bytes. None (default): 32 MiB, and 16 MiB for buckets that
-            are reduced during backward. Smaller buckets need more collectives.
+        bucket_bytes: Maximum size of a gradient bucket in bytes. None (default): 32 MiB; 16 MiB for buckets that are
+            reduced during backward with ``overlap=True``; 8 MiB with ``sum_order="fixed"``. Smaller buckets need more
+            collectives. It has no effect on `Sharded`, whose buckets have 32 MiB.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
             `StatePlacement` of your own). The param groups then hold other tensors than the model, such as shards
             (`stepped_tensors`). Default: none.
@@ -511,9 +512,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   detected with a loss scale. Such steps are skipped, and the error comes 16 steps late, but at once with
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
-                  differ in weights, clipping, hyper-parameters or frozen parameters, or a parameter was unfrozen on any
-                  rank without `refresh`. Such a step is skipped. The error comes 16 steps late, but at once in the first
-                  step and with ``on_nonfinite="raise"``.
+                  differ in weights, clipping, hyper-parameters or frozen parameters; a parameter that is replicated over
+                  a model axis has a gradient on only some of its ranks; or a parameter was unfrozen on any rank without
+                  `refresh`. Such a step is skipped. The error comes 16 steps late, but at once in the first step and
+                  with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
@@ -585,7 +587,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if reason == REPLICAS_DIVERGED and vote is not None and vote.watch is not None:
             return vote.watch.error()
         names = nonfinite_names(self._table, self.registry)
-        found = ", ".join(names) or "none (the norm itself overflowed, or they were those of an earlier step)"
+        none = "none (the norm itself overflowed, or only gradients of an earlier step were not finite)"
+        found = ", ".join(names) or none
         return FloatingPointError(
             f"{reason}; gradients that are not finite now: {found}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
@@ -1125,7 +1128,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Load the `state_dict` of this rank, so that training continues bitwise identically. Every rank must call it.
 
         A plain state dict of the wrapped optimizer is also accepted in a mode without master weights and loss scale. If
-        ``state_dict`` has no state of the clipping rule, the rule starts with empty state, and there is a warning.
+        ``state_dict`` does not have the state that the clipping rule needs, the rule starts from its initial state, with
+        a warning.
 
         Raises:
             ValueError: On every rank, if the state on any rank has another precision mode or does not fit the stepped

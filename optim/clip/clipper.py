@@ -593,8 +593,9 @@ class GradientClipper:
         """Raise ReplicaMismatchError if replicas differ, ValueError if shards are replicas. Host synchronization: one.
 
         After a successful comparison, remove the checks that run only once. If the gradients of some replicas were zero,
-        run these checks once more in the next measurement: beside the zero factor of a new LoRA adapter, the gradient of
-        the other factor is zero in the first step, so a missing sum of it shows in the second step.
+        run these checks once more in the next measurement. For example, one factor of a new LoRA adapter is zero, so the
+        gradient of the other factor is zero in the first step. If its sum over ranks is missing, only the second step
+        shows that.
 
         Args:
             total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.

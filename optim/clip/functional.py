@@ -417,7 +417,7 @@ def clip_grad_norm_(
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
                 f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so gradients were not "
-                "clipped; skip the step, or leave error_if_nonfinite=True out and look at stats.found_inf"
+                "clipped: skip the step, or leave error_if_nonfinite=True out and skip steps with stats.found_inf == 1"
             )
         if _needs_only_total(clip):
             listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))

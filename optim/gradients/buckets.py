@@ -158,7 +158,10 @@ def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, buc
 
 BUCKET_BYTES = 32 * 2**20
 LARGE = 2**20
-"""Elements of a gradient on a device for which a kernel of its own is faster than a second pass over its memory."""
+"""Minimum number of elements of a GPU gradient that `GradientBucket.pack` copies and scales by one kernel of its own.
+
+Smaller gradients are copied together and then scaled together: two passes over memory, but fewer kernels.
+"""
 
 Finish = Callable[[], object]
 Memory = dict[str, Tensor]

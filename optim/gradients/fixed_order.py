@@ -10,10 +10,11 @@ The micro-batches of a window are numbered over all data ranks: data rank r hold
 
 Two ranks with three micro-batches each, or six ranks with one each, compute the same additions with the same rounding.
 
-* Within a rank, gradients are added as soon as both halves of a sum are there (`TreeSum.add`), so that a rank holds about
+* Within a rank, two halves are added as soon as both are computed (`TreeSum.add`), so that a rank holds at most about
   log2(K) partial sums.
 * Between ranks, each rank receives one slice of all partial sums of all ranks (all-to-all), adds them in the order of the
-  tree, and sends the result to all ranks (all-gather). With one partial sum per rank these are the bytes of a ring.
+  tree, and sends the result to all ranks (all-gather). With one partial sum per rank, each rank sends as many bytes as in
+  a ring all-reduce.
 * If optimizer states are sharded over the data ranks (ZeRO-1), each rank steps its slice, and the all-gather is left out.
 * With sharded gradients (ZeRO-2), each backward exchanges the gradients of its micro-batch, and each rank sums its slice
   over all micro-batches of all ranks (`SlicedTreeSum`).
@@ -57,11 +58,11 @@ class TreeSum:
         self.nodes: dict[Node, list[Tensor | None]] = {}
 
     def add(self, number: int, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, and compute the sums of which both halves are there.
+        """Add the gradients of one micro-batch, and compute each sum whose two halves are both known.
 
         Args:
             number: The number of the micro-batch over all data ranks.
-            gradients: One dense gradient per parameter. The tensors are written to later.
+            gradients: One dense gradient, or None, per parameter. Later additions may overwrite these tensors.
         """
         node = Node(0, number)
         values = [None if gradient is None else _owned(gradient) for gradient in gradients]
@@ -77,13 +78,14 @@ def _owned(gradient: Tensor) -> Tensor:
 
 
 def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the sum of two partial sums per parameter. Values are written to the tensors of one of the two."""
+    """Return the sum of two partial sums per parameter. The result overwrites and reuses tensors of both arguments."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     one = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
     if one:
-        torch._foreach_add_([value for value in one if value is not None], 0.0)  # as a gradient of zeros: -0 becomes 0
+        # The sum with a gradient of zeros, where -0 becomes 0.
+        torch._foreach_add_([value for value in one if value is not None], 0.0)
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
@@ -210,7 +212,7 @@ class SlicedTreeSum:
 
     @torch.no_grad()
     def finish(self) -> Tensor | None:
-        """Return this rank's slice of the sum, and start anew. None: there was no micro-batch."""
+        """Return this rank's slice of the sum, and forget all partial sums. None: there was no micro-batch."""
         parts = {node: value for node, values in self._tree.nodes.items() for value in values if value is not None}
         self.clear()
         return root_of(parts, self._ranks.micro_batches) if parts else None
@@ -224,7 +226,7 @@ class SlicedBucket(NamedTuple):
 
     Attributes:
         params: The parameters of the bucket.
-        layout: Their places in the buffer, with one slice per data rank.
+        layout: The positions of the parameters in the flat buffer, with one slice per data rank.
         receive: Gets this rank's slice of the sum, in the dtype of the sum; None after a window without micro-batches.
     """
 
@@ -322,7 +324,7 @@ class FixedOrderSum:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Set the gradient of each parameter that requires one to the sum over all micro-batches, and start anew.
+        """Set the gradient of each parameter that requires one to the sum over all micro-batches. Forget all partial sums.
 
         A parameter of ``sliced`` gets no gradient; its bucket receives a slice of the sum. The gradient of a parameter
         that no micro-batch used becomes zeros. All ranks must have run the same number of micro-batches.

@@ -179,14 +179,15 @@ class ArrivedGradients:
     def __init__(self, params: Mapping[int, Tensor]) -> None:
         self._watched = {index: param for index, param in params.items() if param.requires_grad}
         self._arrived = arrived = set[int]()
-        # The hooks reference the set, and not this object, whose end removes the hooks from the parameters.
+        # The hooks reference only the set. A reference to this object would keep it alive, and the hooks are removed when
+        # it is garbage-collected.
         hooks = [
             param.register_post_accumulate_grad_hook(_adding(index, arrived)) for index, param in self._watched.items()
         ]
         self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def clear(self) -> None:
-        """Start to record anew."""
+        """Forget all recorded gradients."""
         self._arrived.clear()
 
     def missing(self) -> list[int]:

@@ -51,8 +51,9 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "a CUDA graph captures a step or call that differs from those before it: it has gradients for other "
-                "parameters, or new measurements; make one before the capture, with gradients for the same parameters"
+                "a CUDA graph captures a step or call that differs from all earlier ones: other parameters have "
+                "gradients, or it measures other norms. Before the capture, make the same step or call without a graph, "
+                "with gradients for the same parameters"
             )
         else:
             host = torch.tensor(values(), dtype=dtype, pin_memory=device.type == "cuda")

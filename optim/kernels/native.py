@@ -136,8 +136,8 @@ class Native:
     def take_fastest(self, timed: Callable[[], float] | None = None) -> Mapping[str, float]:
         """Select the fastest supported instruction set, and return the times of all in seconds, the widest set first.
 
-        All sets compute the same bits, so ranks may select different ones. A narrower set is selected only if it is at
-        least 5 % faster than the widest one, which equal times would otherwise exchange at random.
+        All sets give bitwise identical results, so ranks may select different ones. A narrower set is selected only if it
+        is at least 5 % faster than the widest set, because smaller differences between the times are random.
 
         Args:
             timed: Returns the time of the selected set. None (default): `time_of_step`. It takes some milliseconds.

@@ -4,10 +4,11 @@ A sum of float64 numbers depends on the order of the additions, because each add
 of one quantum and the sum has at most 53 bits, then no addition rounds, and every order gives the same sum. So:
 
 1. Each rank computes one power per chunk of `CHUNK` elements. Shards begin at multiples of `CHUNK` elements of a parameter,
-   so a chunk lies on one rank, and its power is the same on any number of ranks.
+   so each chunk is on one rank, and its power is the same for any number of ranks.
 2. The ranks agree on the largest chunk power, 2**(e-1) <= top < 2**e.
-3. Each chunk power is split into three summands, multiples of 2**(e-18), 2**(e-36) and 2**(e-54), and the three are summed
-   apart. Up to 2**34 chunks can be summed so without rounding. Only the rest of each chunk, less than 2**(e-54), is lost.
+3. Each chunk power is split into three summands, multiples of 2**(e-18), 2**(e-36) and 2**(e-54). The first, second and
+   third summands of all chunks have separate sums, which do not round for up to 2**34 chunks. Only the remainder of each
+   chunk power, less than 2**(e-54), is lost.
 4. Each block of elements is summed by one of the replicas of a shard, because a division by the number of replicas could
    round.
 """
@@ -38,7 +39,7 @@ LEVELS, BITS = 3, 18
 """Number of summands per chunk power, and the number of bits of each summand."""
 
 BLOCK = 2**17
-"""Number of elements that one rank measures together. Replicas share the blocks of a large gradient."""
+"""Number of elements per block. Replicas of a shard divide the blocks of a large gradient among themselves."""
 
 
 def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -93,7 +94,7 @@ class ExactNorm(GlobalNorm):
         norm_type: 1, 2 or inf. Default: 2.
     Raises:
         ValueError: ``norm_type`` is not 1, 2 or inf.
-    Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather.
+    Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather. None on a single rank.
     Host synchronization: none.
     """
 
@@ -118,7 +119,7 @@ class ExactNorm(GlobalNorm):
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         device = present[0][1].device if present else self._wire if extra is None else extra.device
-        # All gradients, also of replicas that other ranks measure: a NaN in any of them makes the norm NaN on all ranks.
+        # Reads also the gradients that another replica measures, because a NaN in any replica must make the norm NaN.
         is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
         top = torch.where(is_finite.to(device), 0.0, inf).double()
         batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]

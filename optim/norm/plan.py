@@ -392,9 +392,10 @@ class ReductionPlan:
 
     @cached_property
     def replica_places(self) -> tuple[tuple[int, int], ...]:
-        """Return (n, N) for each entry: this rank has the n-th of N replicas of its shard, of those that are counted.
+        """Return (n, N) for each entry: this rank has the n-th (from 0) of the N counted replicas of its shard.
 
-        n is -1 on a rank whose replica is not counted (`NormBucket.counts`), such as that of a later tied stage.
+        n is -1 on a rank whose replica is not counted (`NormBucket.counts`), for example on all but the first stage of a
+        tied parameter.
         """
 
         def place(spec: P) -> tuple[int, int]:

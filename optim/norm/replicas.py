@@ -30,8 +30,8 @@ def advice_on(may_differ: str, instead: str) -> str:
     """Return the possible causes of replicas that differ in the first step, and how to correct them.
 
     Args:
-        may_differ: What to write if replicas may differ.
-        instead: What to use instead of `torch.nn.utils.clip_grad_norm_`.
+        may_differ: A clause that says how to turn the comparison off, such as "use check_replicas=False".
+        instead: The argument or function that replaces `torch.nn.utils.clip_grad_norm_`, such as "max_norm=".
     """
     return (
         "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
@@ -257,7 +257,7 @@ SINCE = "replicas have diverged; the step that compared them and all later steps
 WATCH_ADVICE = (
     "If one of many replicas differs, a bit flipped on its rank: restore the values of the other replicas "
     "(load_checkpoint, or align_replicas if the first replica is right), or take the machine out of service. If several "
-    "replicas differ, or the same ones again, look for a kernel that adds in no fixed order "
+    "replicas differ, or the same replica differs again, look for a kernel that adds in no fixed order "
     "(torch.use_deterministic_algorithms), a missing all-reduce, or code that writes to one replica. With "
     "states=Replayable(), meshstep.optim.replay repeats the update"
 )

@@ -181,9 +181,9 @@ def prove(
     Raises:
         ValueError: ``max_parameters`` is below 1. On every rank: a parameter is not declared, an adapter is merged, or a
             loss is missing, not finite or not a single number.
-        RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
-            here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
-            collective must time out first.
+        RuntimeError: ``loss_fn`` raised an error on another rank (if it is a ValueError or TypeError, this rank raises
+            the same type). The other rank logs its error at once. If this rank waits for that rank in a collective of
+            the model, it raises only after the collective has timed out.
         TypeError: A parameter has half precision and ``dtype`` is None; or a DTensor of a lower dtype would have to be
             converted to float64; or ``dtype`` is neither float64 nor None.
 

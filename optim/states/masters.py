@@ -122,19 +122,18 @@ class SplitMasters(ParamTransform):
     def _drop_written(self) -> list[Tensor]:
         """Set the remainders of weights that other code wrote to 0.
 
+        Until the first step after a load, a weight that was overwritten with equal values keeps its remainder.
+
         Returns:
-            The weights that other code wrote, or that have new memory.
-
-        Right after a load, a weight that was written with equal values keeps its remainder, and is not returned.
-
-        Host synchronization: none, except once if weights were written right after a load.
+            The weights whose values other code changed, and the weights that have new memory.
+        Host synchronization: none, except once if weights were written between a load and the next step.
         """
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
         if versions == self._versions and addresses == self._addresses:
             return []
         written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
-        if self._loaded:  # loading the model after the optimizer writes equal values: their remainders are kept
+        if self._loaded:  # a script may load the model after the optimizer, which writes equal values
             sums = _bit_sums([weights[index] for index in written])
             written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
         if written:
@@ -382,7 +381,8 @@ class Masters(ParamTransform):
         """Do nothing, because `MasterWeights` moves the state to the masters and converts it to float32."""
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        self._made.collect(check_unfrozen=False)  # `GradientCompletion` reports these on every rank
+        # `GradientCompletion` reports unfrozen parameters on every rank; an error here would be raised on one rank only.
+        self._made.collect(check_unfrozen=False)
 
     def step(self, request: UpdateRequest, update: Update) -> None:
         masters = self._made

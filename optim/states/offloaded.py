@@ -244,10 +244,10 @@ class Offloaded(StatePlacement):
     CPU and the other rank on the device. This can happen for owned parameters, and for pipeline stages with a tied
     embedding. CPU and GPU kernels may round differently; ``fraction=1.0`` avoids this.
 
-    Optimizers that can skip a step on the device, such as torch's fused ones, step bucket by bucket. In these cases all
-    parameters are stepped at once, after all gradients have arrived: with other optimizers; with momentum and
-    dampening; if the optimizer has step hooks; with `Replayable`; and with `HalfStates` or stochastic rounding, because
-    their random numbers depend on the step count.
+    Elementwise optimizers that can skip a step on the device, such as torch's fused ones, step bucket by bucket. All
+    parameters are stepped at once, after all gradients have arrived, in these cases: with other optimizers, including
+    full-tensor optimizers such as `Muon`; with momentum and dampening; if the optimizer has step hooks; with
+    `Replayable`; and with `HalfStates` or stochastic rounding, because their random numbers depend on the step count.
 
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require

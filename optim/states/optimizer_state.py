@@ -531,5 +531,5 @@ class PicklableOptimizer:
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to construct a deep copy. Unpickling needs a world of the same size."""
+        """Return the function and arguments with which pickle makes a deep copy. Unpickling needs an equal world size."""
         return rebuilt, (type(self), self._recipe())

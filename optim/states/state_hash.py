@@ -42,7 +42,7 @@ def hash_of_state(
         others: Further tensors by name, equal on all ranks.
         registry: The process groups.
         device: The device of the result.
-    Collectives: one all-reduce over all ranks. Host synchronization: none.
+    Collectives: one all-reduce over all ranks; none on a single rank. Host synchronization: none.
     """
     topology, total = registry.topology, torch.zeros((), dtype=torch.int64, device=device)
     model = table.model_plan

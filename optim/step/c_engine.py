@@ -147,7 +147,8 @@ class PointerTable:
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
         """Return the arguments of the kernel call that steps all rows and writes their half-precision copies.
 
-        Gradients that are lazily negated, or have other strides than their parameter, are copied.
+        Gradients that are lazily negated, are zeros without memory, or have other strides than their parameter are
+        copied.
 
         Args:
             grads: The gradient of each row; at least one, all of the same dtype.

@@ -41,8 +41,8 @@ def check_gradient_reduction(
         overlap: True if this library must reduce gradients during backward.
         compression: The communication hook; None: gradients are reduced uncompressed.
         bucket_bytes: Bytes per flat bucket; None: the default size.
-        sum_order: The order of sums over micro-batches and data ranks.
-        accumulation_steps: Number of micro-batches per window; None: the caller decides when to step.
+        sum_order: The order of sums over micro-batches and data ranks. Default "any".
+        accumulation_steps: Number of micro-batches per window. None (default): the caller decides when to step.
     Raises:
         ValueError: An argument is out of range, or two arguments are incompatible.
         TypeError: ``compression`` is not a `CommHook`.
@@ -81,13 +81,14 @@ def check_gradient_reduction(
 
 
 SumOrder = Literal["any", "fixed"]
-"""The order of sums over micro-batches and data ranks: the fastest one, or one that does not depend on their numbers."""
+"""The order of sums of gradients over micro-batches and data ranks. "any": the fastest order. "fixed": an order in which
+the sum does not depend on how samples are divided among micro-batches and data ranks."""
 
 
 def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
     """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
 
-    These are DTensors, and parameters whose spec names a data axis.
+    This concerns DTensors, and parameters that are not replicated over the data axes.
 
     Args:
         entries: The layouts of ``params``.
@@ -112,7 +113,7 @@ def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor
 class GradSyncController(ABC):
     """A controller that turns gradient reduction in backward on and off.
 
-    With ``accumulation_steps`` it is on for the last micro-batch of an accumulation window only.
+    With ``accumulation_steps``, reduction is on only for the last micro-batch of an accumulation window.
 
     Attributes:
         on: True if the next backward reduces gradients.
@@ -151,7 +152,10 @@ class GradSyncController(ABC):
         return None
 
     def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional to override)
-        """Put the gradients of ``params`` into ``.grad`` at the end of a window. Default: they are there already."""
+        """Put the gradients of ``params`` into ``.grad`` at the end of a window.
+
+        Default: no effect, because backward has put them there.
+        """
 
     def clear(self) -> None:  # noqa: B027 (optional to override)
         """Clear gradients that the module keeps outside ``.grad``. Default: no effect."""
@@ -414,8 +418,8 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
     write = f"process_group=registry.group({names})" if axes else "no DistributedDataParallel"
     raise ValueError(
         f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "
-        f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: make "
-        f"the model anew, and give {write}"
+        f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: build "
+        f"the model again, and give {write}"
     )
 
 
@@ -589,7 +593,8 @@ class MegatronGradSync(TorchGradSync):
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
-                param.grad = param.main_grad.detach()  # a new object each time: masters detect new gradients by it
+                # `detach` makes a new tensor object per window, by which master weights detect a new gradient.
+                param.grad = param.main_grad.detach()
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:

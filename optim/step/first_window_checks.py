@@ -102,7 +102,7 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Raise an error if the gathered reports of the first window show one. All ranks raise the same error.
+    """Raise an error if a report of the first window shows a mistake. All ranks raise the same error.
 
     Args:
         seen: The reports of all ranks.
@@ -212,7 +212,7 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
     if not ranks or (others == 1 and not scaled):
         return
-    state = "local to this rank, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
+    state = "local to that rank, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
     warnings.warn(
         f"all gradients of rank {ranks[0]} were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ "
         f"or clip_grad_value_: they were {state}. To clip, remove that call and give ParallelOptimizer max_norm=. If you "
@@ -357,8 +357,9 @@ class UnusedParameters:
         if unused and self.registry.global_rank == 0:
             warnings.warn(
                 f"in the first {WINDOWS} steps no rank had a gradient for {some(unused)}: the optimizer does not train "
-                "them. A module or parameter that was replaced after the optimizer was made, as by model.head = ..., is "
-                "not in it: replace it before, or add the new one with add_param_group. Call requires_grad_(False) on "
-                "parameters that the loss does not use, before the optimizer is made",
+                "them. If a module or parameter was replaced after the optimizer was made, as by model.head = ..., the "
+                "optimizer still has the old parameters: replace it before you make the optimizer, or add the new "
+                "parameters with add_param_group. Call requires_grad_(False) on parameters that the loss does not use, "
+                "before you make the optimizer",
                 stacklevel=2,
             )

@@ -594,8 +594,8 @@ class StepAgreement:
 ADVICE = {  # by prefix of a fact's name
     MICRO_BATCHES: (
         "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
-        "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank that skips a "
-        "batch after an error, or whose loader is shorter, misses one."
+        "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank misses a "
+        "backward if it skips a batch after an error, or if its loader is shorter."
     ),
     SUM_OF_WEIGHTS: (
         "Give the same weight= on all ranks that see the same samples, such as tensor-parallel ranks: a number on all of "
@@ -606,8 +606,8 @@ ADVICE = {  # by prefix of a fact's name
         "steps."
     ),
     EXPLICIT: (
-        "Call clip_grads, clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: all-reduce a "
-        "threshold first that a rank computes from its own loss or gradients."
+        "Call clip_grads, clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold. If a rank "
+        "computes the threshold from its own loss or gradients, all-reduce it first."
     ),
     "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
     GRADIENT: (
@@ -631,9 +631,8 @@ UNNAMED = (
 def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
-        f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, but the ranks agreed on "
-        "the trained parameters at that time: after requires_grad_(True), call optimizer.refresh() on every rank, between "
-        "two steps"
+        f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, so no step would update "
+        "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps"
     )
 
 

@@ -90,7 +90,10 @@ class UpdateEngine:
         update(request)
 
     def step(self, request: UpdateRequest) -> None:
-        """Step the parameters that are now in the param groups, or skip them as ``request`` says."""
+        """Call the functions of `invalidate_before_updates`, then update the parameters that are now in the param groups.
+
+        Parameters whose skip flag in ``request`` is 1 keep their values.
+        """
         for forget in _CACHES:
             forget()
         apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
@@ -102,9 +105,10 @@ class UpdateEngine:
     def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
         """Step each parameter in ``apart`` alone, with its flag in ``request.skip_of``, and all other parameters together.
 
-        There are two exceptions. Full-tensor optimizers step all of their parameters together, because they treat a
-        missing gradient as zeros. If another optimizer can't step in parts (`steps_in_parts`), the host reads the flags
-        of its parameters, and it steps all of its parameters together.
+        There are two exceptions. Full-tensor optimizers ignore the flags in ``request.skip_of`` and step all of their
+        parameters together, because they treat a missing gradient as zeros. For an elementwise optimizer that can't step
+        in parts (`steps_in_parts`), the host reads the flags and removes the gradients of skipped parameters; the
+        optimizer then steps its other parameters together.
 
         Host synchronization: one to read flags in the second case; one per parameter in ``apart`` that is on the CPU
             with a flag on a GPU.
@@ -146,7 +150,7 @@ class UpdateEngine:
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
         sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
         if len(sides) == 2 and steps_in_parts(optimizer):
-            for on_cpu, of_side in sorted(sides.items()):  # parameters on the device first: kernels run meanwhile
+            for on_cpu, of_side in sorted(sides.items()):  # GPU first: its kernels run while the host steps on the CPU
                 with hold_only(optimizer, of_side):
                     self._step_split(optimizer, _on_cpu(request) if on_cpu else request)
         else:

@@ -32,7 +32,7 @@ class UpdateRequest:
             Default None: no copies.
         split_weights: Bfloat16 weights with int16 remainders, which are stepped as float32 masters. Default None: no
             split weights.
-        skip_of: The skip flag of each tensor that has its own flag, 0-dim on the same device. Default: empty.
+        skip_of: The skip flag of each tensor that has its own flag: 0-dim, on the device of ``skip``. Default: empty.
         on_host: The copy of ``skip`` and ``factor`` to the CPU, which may still be running. None (default): no copy,
             because ``skip`` is on the CPU or all parameters are on the device.
     """

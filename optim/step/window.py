@@ -140,7 +140,7 @@ def window_fields(
     bypassed: float | None = None,
     agreement: int | None = None,
 ) -> PackedSum:
-    """Return this rank's summands of three fields, which the collective of the gradient norm sums over all ranks.
+    """Return this rank's summands of up to three fields, which the collective of the gradient norm sums over all ranks.
 
     The field ``"window_weight"`` has one float64 value per pipeline stage. Ranks along the model axes have the same
     weight, so each of these ranks adds the weight divided by their number. Stages that compute no loss have no weight
@@ -275,7 +275,7 @@ class Window:
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._fields: tuple[tuple[object, ...], PackedSum, WindowPlace] | None = None
-        self._facts: int | None = None  # in the cached fields
+        self._facts: int | None = None  # the value of the field "agreement" in the cached fields
         self._watched: _OtherBackward | None = None
         self.close()
 
@@ -283,8 +283,8 @@ class Window:
         """Start an empty window, after a step or when the window is abandoned.
 
         Args:
-            params: After a step, the parameters, whose present gradients are recorded so that they do not count as new
-                gradients of the next window. Default: none.
+            params: After a step, the parameters. The gradient of the last of them is recorded, so that
+                `has_bypassed_grads` recognizes a gradient that the step left. Default (): nothing is recorded.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)
@@ -584,15 +584,15 @@ class Window:
             if params[index].grad is None:
                 raise RuntimeError(
                     f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
-                    f"{index}, shape {tuple(params[index].shape)}), by a forward, module.zero_grad() or another "
-                    "optimizer; clear them with this optimizer's zero_grad(), which has no effect before the end of "
-                    "the window"
+                    f"{index}, shape {tuple(params[index].shape)}), by a forward pass, module.zero_grad() or another "
+                    "optimizer: clear gradients only with zero_grad() of this optimizer, which keeps them until the "
+                    "window ends"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(
                 f"loss.backward() was called after micro-batch {self.micro_batches} of a window of accumulation_steps="
                 f"{self.steps}, and has added gradients that are not counted: write optimizer.backward(loss) for every "
-                "micro-batch, and clear the gradients with zero_grad() while this error is handled"
+                "micro-batch. To abandon this window, call zero_grad() in the `except` block of this error"
             )
         self._stop_watching()
 
@@ -615,8 +615,8 @@ class Window:
     def _check_whole(self) -> None:
         if self.phase == "broken":
             raise RuntimeError(
-                "a backward of this window raised, so its gradients are incomplete: call zero_grad() of this optimizer and "
-                "repeat the window"
+                "a backward of this window raised an error, so the window's gradients are incomplete: call zero_grad() of "
+                "this optimizer and repeat all micro-batches of the window"
             )
 
 

@@ -288,7 +288,7 @@ class CallGuard:
             raise RuntimeError(
                 f"step() was called on the {kind_of(optimizer)} that a ParallelOptimizer wraps, which would step this rank "
                 "with gradients that are neither reduced over ranks nor clipped: call step() of the ParallelOptimizer, and "
-                "pass that to schedules, scalers and trainers"
+                "pass the ParallelOptimizer to schedules, scalers and trainers"
             )
 
     def owner(self) -> Any:
@@ -296,7 +296,7 @@ class CallGuard:
         return next((owner for ref in reversed(self._owners) if (owner := ref()) is not None), None)
 
     def add_owner(self, owner: object) -> None:
-        """Add a `ParallelOptimizer` that wraps the optimizer. The guard stays until it is garbage-collected."""
+        """Add a `ParallelOptimizer` that wraps the optimizer. The guard stays while any such `ParallelOptimizer` exists."""
         self._owners.append(weakref.ref(owner, self._drop))
 
     def _drop(self, ref: weakref.ref[Any]) -> None:

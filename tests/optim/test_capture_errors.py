@@ -169,7 +169,7 @@ def test_capturing_first_call_of_clip_grad_norm_raises() -> None:
     declare(torch.nn.ParameterList([param]), {"*": P()})
     param.grad = torch.ones(3)
     clip, registry = ClipState(PerParameter(1.0)), ProcessGroupRegistry(Topology())
-    with capturing(), pytest.raises(RuntimeError, match="make one before the capture"):
+    with capturing(), pytest.raises(RuntimeError, match="Before the capture, make the same step or call"):
         clip_grad_norm_([param], clip, registry)
     clip_grad_norm_([param], clip, registry)
     with capturing():
@@ -205,7 +205,7 @@ def test_capturing_micro_batch_requires_weight_tensor_used_before(warmed_up: boo
     [
         (
             {"reduction": "per_group"},
-            "a CUDA graph captures a step or call that differs from those before it",
+            "a CUDA graph captures a step or call that differs from all earlier ones",
         ),
         ({"max_norm": 1.0}, r"a parameter of shape \(3,\) has its first gradient in a step that is captured"),
     ],

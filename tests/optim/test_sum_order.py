@@ -285,7 +285,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"average_data": False}, "average_data=False with sum_order='fixed'"),
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
-        ({"reduction": "per_group"}, "which needs reduction='packed': give that"),
+        ({"reduction": "per_group"}, "which needs reduction='packed': leave reduction= out"),
         ({"max_norm": Adaptive(0.01)}, "norms of weights: give another rule"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
         ({"states": Sharded("data", compression=Bf16Compression())}, "leave compression= out"),

@@ -79,7 +79,7 @@ def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> 
     for said in world.run(2, said_in_steps, change, {"max_norm": 3.0}):
         assert len(said) == 1
         assert said[0].startswith(ON_RANK_0)
-        assert "local to this rank, not reduced over ranks yet. To clip, remove that call and give" in said[0]
+        assert "local to that rank, not reduced over ranks yet. To clip, remove that call and give" in said[0]
         assert "warnings.filterwarnings('ignore', message='.*were written to between backward and step')" in said[0]
 
 

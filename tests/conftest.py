@@ -24,9 +24,9 @@ torch.set_num_threads(1)
 # With the default of 700, garbage collection took an eighth of the time, because most objects of the tests live long.
 gc.set_threshold(100_000)
 
-# Number of random cases out of 100 that each profile draws. "default" is `pytest` without options; "full" is the run with
-# the slow tests; "oldest" is the second run of .ci/run, on the oldest torch, with a sample of all tests. "many" is for one
-# file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
+# How many random cases each profile draws, in percent of the number that is written at the test. "default" is `pytest`
+# without options; "full" is the run with the slow tests; "oldest" is the second run of .ci/run, on the oldest torch, with a
+# sample of all tests. "many" is for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
 for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",

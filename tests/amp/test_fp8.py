@@ -57,7 +57,7 @@ def rounded(x: Tensor, format: torch.dtype) -> Tensor:
 
 
 def reference(x: Tensor, format: torch.dtype, amax: float | None = None) -> Tensor:
-    """Quantize and dequantize in float64; scale and scaling are in float32, as documented."""
+    """Quantize and dequantize in float64; the scale, and its product with ``x``, are in float32, as in `quantize`."""
     largest = x.detach().abs().max().float() if amax is None else torch.tensor(amax)
     scale = FORMATS[format][2] / largest
     return rounded(x.detach().float() * scale, format) / scale.double()
@@ -130,7 +130,7 @@ def test_fp8_linear_matches_float64_reference(dtype: torch.dtype, bias: bool) ->
 
 
 def test_fp8_linear_differs_from_exact_product_by_8_bit_rounding() -> None:
-    """Negative control of the test above: 8-bit rounding has a visible error."""
+    """Negative control of `test_fp8_linear_matches_float64_reference`: 8-bit rounding has a visible error."""
     torch.manual_seed(3)
     layer, x = Fp8Linear(48, 32), torch.randn(21, 48)
     exact = F.linear(x, layer.weight, layer.bias)

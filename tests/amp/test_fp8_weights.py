@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 
 
 class Counts:
-    """Counts the rounding of tensors by shape."""
+    """Stands in for `quantize`, and counts how often it rounds tensors of each shape."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -84,7 +84,7 @@ def wrapped(model: nn.Module, **options: Any) -> ParallelOptimizer[Any]:
 def test_fp8_weight_is_rounded_once_per_step(
     base: Literal["bf16", "fp32"], scales: Scales, sides: int, managed: bool
 ) -> None:
-    """The weight is not rounded in each of four micro-batches, even if `step` is called after each of them."""
+    """Four micro-batches use one rounded weight, even if `step` is called after each. Row scales need two roundings."""
     model = prepared(scales, base)
     mode = Fp8(base, scales=scales)
     options = {"accumulation_steps": MICRO_BATCHES} if managed else {}
@@ -190,7 +190,7 @@ def test_fp8_forward_under_no_grad_rounds_the_current_weight(scales: Scales) -> 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_fp8_weight_used_in_graph_capture_is_rounded_in_every_later_forward(scales: Scales) -> None:
-    """Forwards outside of the graph round it too, because replays change weights without changing the version counter."""
+    """Even outside of the graph: a replay changes weights without changing the version counter, so no cache is valid."""
     model = prepared(scales)
     loss_of(model, 0).backward()
     with mock.patch.object(linear, "is_captured", return_value=True):

@@ -1,4 +1,4 @@
-"""GradScaler over real ranks: an overflow on one rank skips all ranks, with one collective; else it equals torch."""
+"""GradScaler on several ranks: an overflow on one rank skips the step on all, with one collective per step."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(world: World, kind: st
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
 def test_grad_scaler_of_torch_lets_ranks_diverge_after_overflow(world: World, kind: str) -> None:
-    """Negative control of the test above."""
+    """Negative control of `test_overflow_on_one_rank_skips_the_step_on_all_ranks`: the comparison detects divergence."""
     traces = [trace for trace, _ in world.run(4, steps_on_ranks, kind, 3, False, False)]
     assert traces[3][1] == (False, SCALE / 2)
     assert traces[0][1] == (True, SCALE)

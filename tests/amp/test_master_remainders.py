@@ -19,7 +19,7 @@ LOWER = (0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF)
 
 
 def hard() -> Tensor:
-    """Return [2^16 * 10 + 10^5] int32: each upper half with extreme and middle lower halves, and random values."""
+    """Return bits of float32 as int32 [2^16 * 10 + 10^5]: every upper half with all of `LOWER`, then random bits."""
     upper = torch.arange(2**16, dtype=torch.int64).view(-1, 1) << 16
     generator = torch.Generator().manual_seed(1)
     bits = torch.cat([(upper + torch.tensor(LOWER)).view(-1), torch.randint(2**32, (100_000,), generator=generator)])
@@ -39,7 +39,7 @@ def is_signalling(bits: Tensor) -> Tensor:
 
 
 def has_room(bits: Tensor) -> Tensor:
-    """Return a mask without the signalling NaNs of upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
+    """Return False for signalling NaNs with upper half 0x7f80 or 0xff80, which `split_master` makes quiet; else True."""
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 

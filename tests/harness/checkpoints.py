@@ -1,4 +1,4 @@
-"""Shared by tests of rejected checkpoints and failed saves: a model, its optimizer, and comparison of contents."""
+"""A model, its optimizer, and comparison of contents, for tests of rejected checkpoints and failed saves."""
 
 from __future__ import annotations
 

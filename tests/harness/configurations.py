@@ -62,9 +62,9 @@ class Layout(NamedTuple):
     """A mesh, and the layout of the parameters that are not replicated on it.
 
     Args:
-        specs: By parameter; in mesh axes.
-        stages: The pipeline stage that holds a parameter, where only one does.
-        said: The specs declared by the user, where they name axis aliases.
+        specs: Specs by parameter name, in axes of the mesh.
+        stages: The pipeline stage by parameter name, for parameters on one stage only.
+        said: The specs that the user declares, for parameters whose specs use axis aliases (`Topology`).
         meshes: Which parameters are DTensors: for each dim of their mesh its axes and the sharded tensor dim (None:
             replicated).
     """

@@ -23,5 +23,5 @@ def objects_gathered_by(gather: Callable[[Any, Any, torch.device], list[Any]]) -
 
 
 def said_by_all(value: Any, group: dist.ProcessGroup, _: torch.device) -> list[Any]:
-    """Pretend that all ranks contribute the same value as this one."""
+    """Return ``value`` once per rank, as if every rank had contributed this rank's value."""
     return [value] * group.size()

@@ -126,7 +126,7 @@ class Dense:
         self.sgd.step()
 
     def train(self, steps: Iterable[int] = range(STEPS)) -> None:
-        """Run the correct loop."""
+        """Train for ``steps`` with the correct loop: clear gradients, backward, step."""
         for step in steps:
             self.sgd.zero_grad()
             self.backward(step)
@@ -196,7 +196,7 @@ class Run:
         return mse(self.model, *self.batch(step, of, part))
 
     def train(self, optimizer: ParallelOptimizer[Any], steps: Iterable[int] = range(STEPS)) -> None:
-        """Run the correct loop."""
+        """Train for ``steps`` with the correct loop: clear gradients, backward, step."""
         for step in steps:
             optimizer.zero_grad()
             optimizer.backward(self.loss(step))

@@ -1,4 +1,4 @@
-"""Shared by tests on a GPU: GPU detection, detection of host synchronization, and ranks in separate processes."""
+"""Helpers of tests on a GPU: GPU detection, detection of host synchronization, and ranks in separate processes."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """One training on one rank: what a user's script has, with a place for a mistake in every part of it.
+    """A training run on one rank, like a user's script, in which a subclass can plant a mistake in every part.
 
     Args:
         layout: The layout.

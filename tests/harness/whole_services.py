@@ -151,8 +151,11 @@ def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
 
 
 def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
-    """Return whether `slice_of` splits the parameter as a layer would. It splits a dim over all axes at once, which
-    differs if they do not divide the dim. Stages must not add different terms to a shared shard."""
+    """Return whether `slice_of` splits the parameter as a layer would, one axis after the other.
+
+    `slice_of` splits a dim over all its axes at once, which differs if they do not divide the dim. Also return False if
+    pipeline stages would add different terms to a shared shard.
+    """
     if any(axis in topology.pipe_axes and isinstance(at, str) for axis, at in spec.owned):
         return False
     try:

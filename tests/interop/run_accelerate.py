@@ -1,6 +1,7 @@
-"""A training loop of accelerate, stock and with the recipe, in one start of two processes: run_accelerate.py FOLDER MODEL.
+"""Training loops of accelerate, without meshstep and with the recipe, on two ranks: run_accelerate.py FOLDER MODEL.
 
-Writes norms and weights of each run, and the errors of wrong runs, into FOLDER.
+MODEL is the folder of a saved model. Each rank writes norms and weights of each run, and the errors of wrong runs, to
+FOLDER/<rank>.pt.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ def replicated(how: str, folder: Path) -> Run:
 
 
 def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float], float]:
-    """Clip by value with the recipe and the stock accelerator, and by inf, which uses ``max_norm`` of the optimizer.
+    """Clip by value, and by norm with a ``max_norm`` of inf, for which the recipe uses ``max_norm`` of the optimizer.
 
-    Return the gradients clipped by value (ours, stock), the norm returned by the clip by inf and the norm after it, and the
-    norm before it.
+    Returns:
+        The gradients after clipping by value, with the recipe and with the stock accelerator. Then, for clipping by norm,
+        the returned norm and the norm of the clipped gradients. Last, the norm of the gradients before clipping.
     """
     ours, by_value = gradients("ours")
     ours.clip_grad_value_(by_value, 0.01)
@@ -201,7 +203,7 @@ def two_meshes(how: str) -> tuple[float, float, list[Tensor]]:
 
 
 def sharded_by_hand() -> tuple[float, float]:
-    """Return the norm of accelerate's own clipping, and that of the recipe, for a layer sharded over both ranks."""
+    """Return the norms by accelerate's own clipping and by the recipe, for a layer whose plain parameters are shards."""
     norms = []
     for how in ("stock", "ours"):
         accelerator, registry = new_accelerator(), ProcessGroupRegistry(Topology(tensor=2))

@@ -40,7 +40,9 @@ def test_accelerate_recipe_equals_stock_run_and_resumes(by_rank: list[dict[str, 
         assert all(torch.equal(one, other) for one, other in zip(resumed, weights, strict=True))
 
 
-def test_accelerate_clip_by_value_and_infinite_norm_equal_stock_results(by_rank: list[dict[str, Any]]) -> None:
+def test_accelerate_clip_by_value_equals_stock_and_infinite_max_norm_uses_that_of_optimizer(
+    by_rank: list[dict[str, Any]],
+) -> None:
     for found in by_rank:
         (value, stock_value), (norm, clipped), stock_norm = found["other clips"]
         assert all(torch.equal(one, other) for one, other in zip(value, stock_value, strict=True))
@@ -49,7 +51,9 @@ def test_accelerate_clip_by_value_and_infinite_norm_equal_stock_results(by_rank:
         assert norm > clipped == pytest.approx(0.05, rel=1e-4)
 
 
-def test_accelerate_clips_two_meshes_right_and_hand_sharded_layers_wrong(by_rank: list[dict[str, Any]]) -> None:
+def test_accelerate_norm_is_exact_on_two_meshes_but_wrong_for_column_parallel_layer(
+    by_rank: list[dict[str, Any]],
+) -> None:
     for found in by_rank:
         for norm, exact, clipped in found["two meshes"].values():
             assert norm == pytest.approx(exact, rel=1e-6)

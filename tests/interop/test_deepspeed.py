@@ -1,4 +1,4 @@
-"""The engine of DeepSpeed: its norm with flags of `mark_model_parallel`, and `ParallelOptimizer` in its place."""
+"""The norm of DeepSpeed's engine with flags of `mark_model_parallel`, and `ParallelOptimizer` without or in the engine."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def engine_for(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def norm_of_step(engine: Any) -> float:
-    """Step the engine and return its norm; at stage 0 in float32 the engine does not store it."""
+    """Step the engine and return its gradient norm, which the engine does not store at stage 0 in float32."""
     module, found = import_module("deepspeed.runtime.engine"), []
 
     def measured(**arguments: Any) -> Any:
@@ -190,7 +190,7 @@ def replaced(setting: Setting) -> Run:
 
 
 def under_its_engine(setting: Setting) -> Run:
-    """Train with a `ParallelOptimizer` inside the engine, which only averages the gradients."""
+    """Train with a `ParallelOptimizer` inside the engine, and let the engine average the gradients but not clip them."""
     with deepspeed_on_cpu() as package, ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
         if registry.coordinate.get("data", 0):

@@ -17,7 +17,7 @@ Rules = dict[str, P]
 
 
 def without_blocks(spec: P) -> P:
-    """Remove the blocks of a spec, because values and shapes only determine the axes."""
+    """Remove the blocks of a spec: `infer` reads values and shapes, which determine axes but not blocks."""
     return P(*(spec.dim_axes(dim) for dim in range(len(spec.entries))), partial=spec.partial, owned=dict(spec.owned))
 
 

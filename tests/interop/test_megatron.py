@@ -1,4 +1,4 @@
-"""GPTModel of Megatron-core, declared by its flags: compared with a dense float64 model and with its own optimizer."""
+"""GPTModel of Megatron-core, declared by its flags, trains like a dense float64 model and as with Megatron's optimizer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list
 
 
 def dense(first: Weights, options: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Weights]:
-    """Train with the same steps in one process in float64. Return norms and final weights."""
+    """Train the unsharded float64 model in one process, from weights ``first``. Return norms and final weights."""
     with megatron():
         model = gpt(**{**options, "sequence_parallel": False}).double()
         params = dict(model.named_parameters())
@@ -238,7 +238,7 @@ def refused_mla(options: dict[str, Any]) -> str:
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("duplicated", [False, True], ids=["sharded", "duplicated"])
-def test_multi_latent_attention_without_rope_gradient_sum_is_rejected(
+def test_multi_latent_attention_is_rejected_exactly_where_rope_gradients_need_a_sum(
     world: World, duplicated: bool, sequence_parallel: bool
 ) -> None:
     options = {"duplicated": duplicated, "sequence_parallel": sequence_parallel}
@@ -247,7 +247,7 @@ def test_multi_latent_attention_without_rope_gradient_sum_is_rejected(
     assert world.run(4, audited_mla, options)[0].endswith("match their declared layouts")
 
 
-# Its pipeline ---------------------------------------------------------------------------------------------------------
+# Megatron's pipeline schedule -----------------------------------------------------------------------------------------
 
 
 def by_its_schedule(tensor: int) -> tuple[Weights, list[float], Weights]:
@@ -400,7 +400,8 @@ def dense_with_experts(first: Weights, batches: int, options: dict[str, Any] = M
                 param.copy_(first[name])
         for batch in range(batches):
             loss_of(model, batch).backward()
-        for param in params.values():  # Megatron's loss of multi-token prediction ignores a factor of the main loss
+        # Scale the gradients and not the loss: the loss of multi-token prediction ignores a factor of the main loss.
+        for param in params.values():
             param.grad /= batches
         norm = float(torch.nn.utils.clip_grad_norm_(params.values(), 0.5))
         torch.optim.SGD(params.values(), lr=0.1).step()
@@ -466,7 +467,8 @@ def all_experts_by_megatron() -> tuple[Weights, float, set[str]]:
 def test_megatron_optimizer_lets_replicated_experts_diverge(world: World) -> None:
     first, norm, differ = world.run(4, all_experts_by_megatron)[0]
     expected, _ = world.run(1, dense_with_experts, first, 2)[0]
-    assert abs(norm / expected - 1) > 5e-4  # ParallelOptimizer is within 1e-6, see the test above
+    # The norm of ParallelOptimizer is within 1e-6: test_megatron_experts_on_separate_mesh_train_like_one_process.
+    assert abs(norm / expected - 1) > 5e-4
     assert differ == {name for name in first if "local_experts" in name}
 
 

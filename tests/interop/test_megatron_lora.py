@@ -1,4 +1,4 @@
-"""LoRA on Megatron's linear layers, embeddings and experts trains like a dense model with the product of the factors."""
+"""LoRA on Megatron's layers trains like a dense model to whose weights the product of the factors is added."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def _randomize(adapter: Any, index: int, registry: Any) -> None:
 def reference(
     base: Weights, first: Weights, options: dict[str, Any], experts: int, scaling: float
 ) -> tuple[list[float], Weights]:
-    """Train the dense model in one process.
+    """Train the factors ``first`` on the dense model in one process; return norms and final factors.
 
     Args:
-        experts: Number of ranks along which experts differ.
+        experts: Number of ranks that hold different experts.
     """
     factors = {name: value.clone().requires_grad_() for name, value in first.items()}
     with megatron():

@@ -256,7 +256,7 @@ def test_peft_on_column_parallel_layers_trains_like_unsharded(
         ),
     ],
 )
-def test_peft_adapter_with_wrong_forward_is_named(
+def test_declare_adapters_rejects_peft_adapter_with_wrong_forward(
     world: World, saved: Callable[[str], str], mesh: Mesh, targets: list[str], text: str
 ) -> None:
     for found in world.run(mesh[0] * mesh[1], with_peft_run, saved("llama"), mesh, targets, {}):
@@ -265,7 +265,7 @@ def test_peft_adapter_with_wrong_forward_is_named(
 
 
 def test_prove_accepts_dora_of_peft(saved: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT detaches the norm of the weight; `prove` keeps it constant."""
+    """The reference of `prove` must hold the norm of the weight constant, because PEFT computes no gradient through it."""
     model = with_peft(loaded(saved("llama"), None), ["q_proj", "down_proj"], use_dora=True)
     registry = ProcessGroupRegistry(Topology())
 
@@ -367,7 +367,7 @@ def saved_from_peft(path: str, folder: str) -> Tensor:
 def test_adapters_of_peft_are_saved_in_full_from_sharded_model(
     world: World, saved: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """A published mistake: the file has only the shards of one rank."""
+    """PEFT alone would save the shards of one rank only, a mistake that was published."""
     path, folder = saved("qwen3"), str(tmp_path / "adapter")
     logits = world.run(2, saved_from_peft, path, folder)[0]
     torch.testing.assert_close(loaded_by_peft(path, folder), logits, rtol=1e-12, atol=1e-12)
@@ -480,8 +480,8 @@ def peft_experts_declared(path: str, mesh: Mesh) -> str:
     return str(error.value)
 
 
-def test_peft_on_sharded_experts_in_one_parameter_is_named(world: World, saved: Callable[[str], str]) -> None:
-    """With tensor or expert parallelism, PEFT's constructor itself raises an error."""
+def test_declare_adapters_rejects_peft_adapter_of_stacked_experts(world: World, saved: Callable[[str], str]) -> None:
+    """The mesh shards by FSDP only: with tensor or expert parallelism, the constructor of PEFT already raises an error."""
     for text in world.run(2, peft_experts_declared, saved("qwen3_moe"), (2, 1)):
         assert "experts.down_proj is P(" in text
         assert text.endswith("use add_lora of meshstep.parallel with the name of this parameter")

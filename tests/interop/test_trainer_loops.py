@@ -1,7 +1,7 @@
 """The recipes of NEMO_AUTOMODEL.md and VERL.md, in loops with these trainers' order of calls.
 
-The trainers need GPUs. Each loop here calls as they do; the model has FSDP2, tensor parallelism and experts on another
-mesh, and is compared with the dense model.
+The trainers need GPUs, so each loop here repeats the order of calls of one trainer. The model has FSDP2, tensor
+parallelism, and experts on another mesh, and is compared with the dense model.
 """
 
 from __future__ import annotations

@@ -291,6 +291,6 @@ def declared_before(path: str) -> str:
     return str(error.value)
 
 
-def test_norm_layer_declared_before_removal_of_its_hook_is_rejected(world: World, saved: Callable[[str], str]) -> None:
+def test_norm_layer_declared_without_its_partial_axis_is_rejected(world: World, saved: Callable[[str], str]) -> None:
     for message in world.run(2, declared_before, saved("qwen3")):
         assert "self_attn.k_norm.weight is declared P(), but its gradient is partial over 'tp'" in message

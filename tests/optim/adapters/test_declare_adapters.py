@@ -125,7 +125,7 @@ def test_lora_factors_beside_sharded_layers_are_declared_and_proved(world: World
     ],
 )
 def test_prove_names_factors_with_wrong_sums(world: World, wrong: tuple[str, str], name: str, cause: str) -> None:
-    """Plant mistakes of published adapters: a replicated factor whose gradient is never summed, or is summed twice."""
+    """The gradient of a factor is not summed over the tensor ranks, or summed twice, as in published adapters."""
     for _, proof, audited, _ in world.run(2, proved, wrong):
         found = {finding.name: finding for finding in proof.findings}
         assert name in found, proof
@@ -135,7 +135,7 @@ def test_prove_names_factors_with_wrong_sums(world: World, wrong: tuple[str, str
             assert f"{name}: declared P(), replicated over 'tensor', but the gradients differ" in audited
 
 
-def test_prove_finds_row_factor_that_is_never_summed(world: World) -> None:
+def test_prove_finds_row_parallel_adapter_without_sum_over_ranks(world: World) -> None:
     for _, proof, _, _ in world.run(2, proved, ("", "no sum")):
         assert [finding.cause for finding in proof.findings] == ["forward differs"], proof
         assert proof.findings[0].axes == ("tensor",)
@@ -231,16 +231,16 @@ def stepped(wrong: tuple[str, str], rules: dict[str, P]) -> str:
         return "no error"
 
 
-def test_steps_name_factors_whose_gradients_are_not_summed(world: World) -> None:
-    """The gradient of A is zero in the first step, because B is zero then; the second step compares again."""
+def test_step_error_names_factor_whose_gradient_is_not_summed(world: World) -> None:
+    """The second step compares again: in the first, the gradient of A is zero on all ranks, because B is zero."""
     for error in world.run(2, stepped, ("no sum", ""), {}):
         assert error.startswith("step 1: "), error
         assert "1.A: the gradient differs along axis 'tensor'" in error
     assert world.run(2, stepped, ("", ""), {}) == ["no error"] * 2
 
 
-def test_first_step_names_shard_of_factor_that_is_declared_replicated(world: World) -> None:
-    """Declared so, a checkpoint would have one rank's part of B."""
+def test_first_step_error_names_sharded_factor_that_is_declared_replicated(world: World) -> None:
+    """With this spec, a checkpoint would contain only one rank's rows of B."""
     for error in world.run(2, stepped, ("", ""), {"1.B": P()}):
         assert error.startswith("step 0: "), error
         assert "1.B: the gradient differs along axis 'tensor'" in error

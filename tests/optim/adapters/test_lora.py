@@ -127,7 +127,7 @@ def test_dropout_of_replicated_input_is_bitwise_equal_on_replicas(world: World) 
         assert text.startswith("up: dropout needs the same masks on all ranks along tensor, but the states of torch's")
 
 
-def test_dropout_in_one_process_is_that_of_the_input_and_survives_recomputation() -> None:
+def test_lora_dropout_zeroes_inputs_of_factors_and_repeats_masks_in_activation_checkpointing() -> None:
     base, x = nn.Linear(4, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     layer = LoRA(base, 2, 6.0, dropout=0.5)
     nn.init.normal_(layer.lora_B)

@@ -122,7 +122,7 @@ def merged_errors() -> list[str]:
         return found
 
 
-def test_merged_adapter_is_named_by_prove_and_infer(world: World) -> None:
+def test_prove_and_infer_reject_merged_adapter_and_name_it(world: World) -> None:
     for texts in world.run(2, merged_errors):
         for text in texts:
             assert text.startswith("the adapter of up is merged, so its factors take no part in the forward")

@@ -90,7 +90,7 @@ def test_clip_grad_value_of_sparse_gradient_raises_before_any_change() -> None:
 
 
 @pytest.mark.parametrize("clip", [1.5, ByNorm(1.5, norm_type=1.0), ByNorm(lambda steps: 1 / steps), None])
-def test_max_norm_returns_a_number_only_for_a_constant_threshold_on_the_usual_norm(clip: Any) -> None:
+def test_max_norm_property_returns_the_clipping_given_to_the_optimizer(clip: Any) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
         assert ParallelOptimizer(sgd, registry, max_norm=clip).max_norm == clip

@@ -316,7 +316,7 @@ def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, 
 
 
 def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
-    """Without sharding the wrong rule is right, so the test above detects the layout error and no other mistake."""
+    """So the comparison in `test_rule_using_local_norms_fails_comparison_with_dense_model` fails due to sharding only."""
     wrong = [told[0] for told in world.run(1, trained, CONFIGS["one rank"], [ByLocalNorms()])]
     assert_as_dense(wrong, ByLocalNorms(), CONFIGS["one rank"], "one rank", dense_rule=PerParameter(3.0))
 

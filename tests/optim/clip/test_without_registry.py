@@ -1,4 +1,4 @@
-"""Norms and clipping of DTensor models without a registry: the meshes of the DTensors tell how parameters are sharded."""
+"""Norms and clipping of DTensor models without a registry: the layouts are read from the meshes of the DTensors."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def filled_with_nan(size: int, dtype: torch.dtype = torch.float32, **_: object) 
 
 
 def test_flat_buffer_has_zeros_between_gradients_and_after_them() -> None:
-    """A communication hook sees these elements; new memory may contain NaNs."""
+    """A communication hook also gets these gaps, where uninitialized memory could contain NaNs."""
     params = with_gradients(3, 70, 5)
     params[0].new_empty = filled_with_nan  # type: ignore[assignment, method-assign]
     flat = bucket_of(params, Seen(), slices=4).pack()
@@ -77,7 +77,7 @@ def test_parameter_frozen_after_bucket_was_made_gets_no_gradient() -> None:
 
 
 def test_trained_parameter_without_gradient_gets_the_sum() -> None:
-    """Negative control of the test above: the parameter is not frozen."""
+    """Negative control of the test of a frozen parameter: a trained one without a gradient does get the sum."""
     params = with_gradients(4, 4)
     bucket = bucket_of(params, Seen())
     params[1].grad = None
@@ -165,7 +165,7 @@ class Recorded:
 
 
 def test_backward_does_not_wait_for_a_bucket_when_the_next_one_starts() -> None:
-    """It waits when the second bucket after it starts, so that few buckets are in memory."""
+    """To limit memory, backward waits for a bucket after the second next bucket has started."""
     events: list[str] = []
     reduced: list[Any] = [Recorded(index, events) for index in range(4)]
     reducer = BackwardReducer(str, reduced, [])
@@ -192,8 +192,8 @@ def test_two_reductions_are_in_flight_by_default() -> None:
     assert (running, most) == (0, 2)
 
 
-def test_error_of_non_finite_gradient_is_not_fed_back() -> None:
-    """The step is skipped, so the next one must send its own gradient only."""
+def test_rounding_error_of_nonfinite_gradient_is_not_fed_back() -> None:
+    """A non-finite gradient skips the step, so the next step must send its own gradient only."""
     largest = torch.finfo(torch.float32).max  # rounds to inf in bfloat16
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, largest, -largest])
     hook, memory, nothing = Bf16Compression(error_feedback=True), Memory(), torch.zeros(5)

@@ -61,8 +61,10 @@ def test_compiled_powers_match_reference_within_1e14(
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
 @pytest.mark.parametrize("p", [1, 2])
-def test_compiled_means_of_chunks_have_the_same_bits_for_all_instructions_and_cuts(dtype: torch.dtype, p: int) -> None:
-    """The means are within 1e-14 of those in float64. NaN and infinity affect only the mean of their chunk."""
+def test_compiled_chunk_means_are_bitwise_identical_for_all_instruction_sets_and_splits(
+    dtype: torch.dtype, p: int
+) -> None:
+    """They also are within 1e-14 of means in float64, and NaN or infinity affects only the mean of its chunk."""
     values = some_values((40_003,), dtype, 1.0, 5)
     values[17], values[40_001] = torch.nan, torch.inf
     padded = torch.cat([values.double(), torch.zeros(-len(values) % MEAN_OF)])
@@ -112,7 +114,7 @@ def test_powers_are_bitwise_identical_for_all_instruction_sets_and_thread_counts
 
 
 def test_compiled_powers_do_not_hang_in_forked_process() -> None:
-    """torch's threads do not exist in the child; waiting for them would hang."""
+    """A forked child has no threads of torch, so it would hang if it waited for them."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):
         powers_by_loops(loops(), [values], 2.0)
@@ -149,7 +151,7 @@ def test_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
 
 
 def test_torch_kernels_can_be_selected_for_powers() -> None:
-    """torch sums float32 in float32, so its larger error identifies it."""
+    """torch sums float32 values in float32, so a larger error shows that its kernels ran."""
     values = [torch.randn(100_000, generator=torch.Generator().manual_seed(1))]
     exact, off = reference_powers(values, 2.0), list[float]()
     for kernels in KERNELS:

@@ -1,4 +1,4 @@
-"""Details of norms: high orders, replicas that do not count, NaNs on one rank, and parameters in another order."""
+"""Norms of high order, of replicas that count once, with NaNs on one rank, and of parameters in any order."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_parameter_norms_are_under_their_names_on_every_rank(world: World) -> No
     assert world.run(2, norms_by_name) == [{"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}] * 2
 
 
-def test_parameters_in_another_order_than_their_names_get_their_own_norms() -> None:
+def test_parameter_norms_are_in_the_order_of_parameter_names_of_the_plan() -> None:
     topology = Topology()
     entries = tuple(ParameterEntry(name, P(), (1,)) for name in ("a", "b"))
     plan = ReductionPlan.of(entries, topology, 0)
@@ -132,7 +132,7 @@ def test_bucket_of_owned_parameter_counts_on_owner_ranks_only() -> None:
     assert [bucket.counts(topology.coordinate(rank)) for rank in range(4)] == [False, False, True, True]
 
 
-def test_plan_groups_with_packed_norm_are_one_per_sharding_model_axis() -> None:
+def test_plan_with_packed_norm_needs_one_group_per_sharding_model_axis() -> None:
     topology = Topology(roles={"expert": "data"}, data=2, expert=2, tensor=2)
     entries = [ParameterEntry("expert", P("expert", "tensor"), (1, 2)), ParameterEntry("norm", P(), (4,))]
     plan = ReductionPlan.of(entries, topology, 0)

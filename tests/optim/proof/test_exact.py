@@ -32,7 +32,7 @@ class Dense(nn.Module):
 
 
 class Mine(nn.Module):
-    """The same model, sharded by hand, with ``up`` stored as [in, out]. ``bug`` plants an error."""
+    """`Dense` with sharded plain parameters, and with ``up`` stored as [in, out]. ``bug`` selects a planted error."""
 
     scale: Tensor
     shift: Tensor

@@ -1,4 +1,4 @@
-"""Parameters that are frozen or unfrozen later; ranks that disagree about it raise on all ranks."""
+"""Parameters frozen or unfrozen after the optimizer was made. If ranks disagree, all of them raise."""
 
 from __future__ import annotations
 

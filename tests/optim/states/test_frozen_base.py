@@ -37,7 +37,7 @@ def live_storages() -> dict[int, int]:
 
 
 def added_bytes(*case: Any) -> tuple[int, int]:
-    """Return the result of `added_bytes_once` in its second call; the first call also makes constants of the process."""
+    """Return the result of a second call of `added_bytes_once`, because the first call also creates constants."""
     added_bytes_once(*case)
     return added_bytes_once(*case)
 
@@ -48,7 +48,7 @@ def added_bytes_once(how: str, mode: str, frozen: bool, declared: bool) -> tuple
     Args:
         how: The key of the options.
         mode: The precision mode.
-        frozen: True: the base's parameters are frozen. False: they are trained. The optimizer is given them either way.
+        frozen: Whether the base's parameters are frozen. In both cases they are passed to the optimizer.
         declared: True: the base's parameters have specs.
     """
     precision: Any = Bf16(split_masters=True) if mode == "split" else mode
@@ -87,7 +87,7 @@ def test_optimizer_memory_does_not_grow_with_size_of_frozen_base(
 
 
 def test_byte_count_includes_states_and_gradients_of_trained_base(world: World) -> None:
-    """Negative control: the count of bytes includes the states and gradients of a trained base."""
+    """Negative control of `test_optimizer_memory_does_not_grow_with_size_of_frozen_base`."""
     (nbytes, states), *_ = world.run(4, added_bytes, "whole", "fp32", False, True)
     assert states == LAYERS
     assert nbytes > 12 * LAYERS * NUMEL  # two moments and the gradient

@@ -1,4 +1,4 @@
-"""CPU offload of optimizer states: bitwise identical steps. Except in the test on a GPU, the device is the CPU, too."""
+"""Steps with offloaded states equal steps without offload bitwise. Most tests also keep the weights on the CPU."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_add_param_group_with_offload_keeps_weights_written_before(fraction: flo
 
 
 class WithModes(torch.optim.SGD):
-    """Has modes, as schedule-free optimizers, that change no weight."""
+    """SGD with the methods ``train`` and ``eval`` of schedule-free optimizers, which here change no weight."""
 
     elementwise = True
 

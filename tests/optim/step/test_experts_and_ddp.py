@@ -1,5 +1,7 @@
-"""Experts in a `DistributedDataParallel` are rejected: it would average gradients of different experts, or, if it ignores
-the experts, not divide their gradients."""
+"""Experts in a `DistributedDataParallel` are rejected, because DDP would average the gradients of different experts.
+
+If DDP ignores the experts, their gradients would lack the division by the number of data ranks.
+"""
 
 from __future__ import annotations
 

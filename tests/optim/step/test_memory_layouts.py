@@ -1,5 +1,4 @@
-"""Parameters in other memory formats. States, master weights and remainders were loaded, or created before the format
-changed."""
+"""Parameters that are not contiguous, with states and master weights that were loaded, or created before a new format."""
 
 from __future__ import annotations
 
@@ -50,14 +49,16 @@ LAYOUTS: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "contiguous": ((7,), torch.clone),
 }
 GAPS = ((4, 3), with_gaps)
-"""Fused kernels would write between its elements; the optimizer must not use them on this parameter without a copy."""
+"""Shape and layout of a parameter with gaps between elements, into which a fused kernel would write."""
 
 
 class Model(nn.ParameterList):
     """One parameter per layout.
 
-    Args: options: Options of its optimizer. lying: Whether parameters have their layout from the start, or are
-    contiguous until `lay_out`. gaps: Whether to add a parameter with gaps.
+    Args:
+        options: Arguments of the optimizer, which determine the dtype.
+        lying: True: parameters have their layouts from the start. False: they are contiguous until `lay_out`.
+        gaps: Whether to add a parameter with gaps between its elements in memory.
     """
 
     def __init__(self, options: Mapping[str, Any], *, lying: bool = True, gaps: bool = False) -> None:

@@ -32,8 +32,12 @@ class Run:
     """Trains two replicated parameters in two param groups for ``steps`` steps. Records the steps and texts of errors, and
     the number of skipped steps.
 
-    Args: change: Called on the last rank before the backward of step `BAD`; returns True to omit the backward. every,
-    after: Called on every rank with this run and the step, before and after each backward.
+    Args:
+        mesh: The sizes of the topology's axes.
+        change: Called on the last rank before the backward of step `BAD`; returns True to omit the backward.
+        steps: The number of steps.
+        options: Arguments of `ParallelOptimizer`, and ``weight`` of its `backward`. ``inner`` makes the wrapped optimizer.
+            ``every`` and ``after`` are called on every rank, with this run and the step, before and after each backward.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ def test_optimizer_resumes_bitwise_from_state_dict() -> None:
 
 
 class WithoutSkipFlag(torch.optim.SGD):
-    """Has groups that are marked as fused, but reads no ``grad_scale`` and ``found_inf``."""
+    """SGD with a group that says ``fused=True``, in a subclass that does not promise to read ``found_inf``."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1.0)

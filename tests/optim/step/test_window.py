@@ -93,7 +93,7 @@ def test_load_state_dict_discards_skip_counts_not_yet_read_by_host() -> None:
 
 
 def test_consecutive_count_is_read_lag_steps_later() -> None:
-    """Negative control of the test above: without `load_state_dict`, `count` returns a reason."""
+    """Negative control of the test of discarded counts: without `load_state_dict`, `count` returns a reason."""
     monitor = SkipMonitor(torch.device("cpu"))
     found = count(monitor, [True] * (2 * LAG), most=LAG)
     assert [reason is None for reason in found] == [True] * (2 * LAG - 1) + [False]

@@ -284,7 +284,7 @@ def test_noise_scale_matches_formula_from_local_gradients(name: str, runs: Any) 
 
 
 def test_comparison_of_figures_detects_double_counted_replicas_and_wrong_samples(runs: Any) -> None:
-    """Negative controls of `worst`, the comparison of the tests above."""
+    """Negative controls of `worst`, by which the other tests of this file compare figures."""
     (found, _), *_ = runs["broken"]
     assert worst(found, expected(BROKEN))[0] > 0.1
     (found, _), *_ = runs["noise: data x tensor"]

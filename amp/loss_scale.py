@@ -178,9 +178,9 @@ class DynamicLossScale(LossScale):
         self.scale.clamp_(max(settings.min_scale, SMALLEST), settings.max_scale)
 
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
-        """Count the overflow of this step, if any, and undo its back-off while fewer than ``hysteresis`` were counted.
+        """Count the overflow of this step, if any. Undo its back-off while the count is below ``hysteresis``.
 
-        After growth_interval good steps in a row, the count restarts.
+        After ``growth_interval`` good steps in a row, the count restarts at 0.
 
         Args:
             found_inf: 0-dim; 0 if the step did not overflow.

@@ -330,7 +330,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
     if saved.keys() != masters.keys():
         raise ValueError(
             f"the state has {len(saved)} masters, at positions {_shorten(saved)}, but the optimizer has {len(masters)} "
-            f"masters, at positions {_shorten(masters)}; build the param groups and the precision mode of the saved state"
+            f"masters, at positions {_shorten(masters)}; make the optimizer with the param groups and the precision mode "
+            "of the run that saved the state"
         )
     for position, master in masters.items():
         if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():
@@ -363,9 +364,9 @@ SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimize
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
     """Return True if an optimizer state may be stored in half precision.
 
-    This is a floating-point tensor with one value per element, such as a moment. A number that all elements of the
-    parameter share, such as a step count, must not be rounded, because the error would affect all elements equally. A
-    state counts as such a number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
+    Such a state is a floating-point tensor with one value per parameter element, for example a moment. A number that
+    all elements share, such as a step count, must not be rounded, because the error would affect all elements equally.
+    A state counts as a shared number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
 
     Args:
         key: The state's key in ``optimizer.state[param]``.

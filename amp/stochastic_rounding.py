@@ -112,7 +112,7 @@ class Drawn(NamedTuple):
 
 
 RoundingKernel = Callable[[Sequence[Drawn]], Sequence[Drawn]]
-"""A function that rounds the tensors that it supports, and returns the others."""
+"""A function that rounds the `Drawn` objects that it supports, and returns all other `Drawn` objects."""
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ class StochasticRounding:
     stochastic rounding    2        -        2      4             8
     ```
 
-    A step makes float32 copies of one bucket at a time: of ``bucket_numel`` elements, or of a single larger parameter.
+    A step makes float32 copies of one bucket at a time: at most ``bucket_numel`` elements, or a single larger parameter.
     With AdamW the copies of weight, gradient and moments take 16 bytes per element of the bucket.
 
     Training is less accurate than with master weights. Gradients accumulate in bfloat16, so sums over many micro-batches

@@ -482,9 +482,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Reduce, measure and clip the gradients, step on every rank or on none, and update the loss scale.
 
         Args:
-            closure: Must be None; torch's interface has this argument.
+            closure: Must be None (default); torch's interface has this argument.
             final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of
-                an epoch. The gradient is the mean over these micro-batches.
+                an epoch. The gradient is the mean over these micro-batches. Default: False.
         Returns:
             GradStats, with tensors on the device. None if the window has fewer than ``accumulation_steps`` micro-batches;
             `step` then changes nothing.

@@ -429,7 +429,8 @@ class WarmupLR(LRScheduler):
         """Write learning rates to the param groups.
 
         Args:
-            rates: The rate of each param group. None: the rates of the schedule's formula at its current position.
+            rates: The rate of each param group. None (default): the rates of the schedule's formula at its current
+                position.
         """
         rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):

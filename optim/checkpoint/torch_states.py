@@ -532,7 +532,7 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
     Args:
         content: The nested dict.
         numbers: Numbers or tensors by path in ``content``: the keys joined by "/".
-        before: The path of ``content`` in the outer dict.
+        before: The path of ``content`` in the outermost dict, ending in "/". Default "": ``content`` is that dict.
     Raises:
         ValueError: A number is missing.
     """

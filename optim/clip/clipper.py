@@ -204,11 +204,11 @@ class GradScaleInfo(NamedTuple):
             ``"agreement"``: the sum is 0 if the settings of all ranks agree (`StepAgreement`);
             `SHARD_COUNTS`: for each logical parameter the number of shards with a gradient (`MissingShards`);
             ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled.
-        scale: The loss scale that gradients still contain. None: gradients contain no loss scale.
+        scale: The loss scale that gradients still contain. None (default): gradients contain no loss scale.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
             ``"window_weight"``. Default: False.
         data_ranks: The number of ranks over which gradients were averaged. Default: 1.
-        loss_scale: The loss scale of the backward pass, for `GradStats`. None: backward used no loss scale.
+        loss_scale: The loss scale of the backward pass, for `GradStats`. None (default): backward used no loss scale.
         mean_of: The number of micro-batches over which the window's gradient is the mean. Default: 1.
     """
 

@@ -153,7 +153,7 @@ class Native:
         return times
 
     def borrow(self, parallel: int | None) -> None:
-        """Select the threads that `powers` and `update` use.
+        """Select the threads that `powers`, `means` and `update` use.
 
         Args:
             parallel: Address of the function ``GOMP_parallel`` of an OpenMP runtime, whose threads are used. None: each

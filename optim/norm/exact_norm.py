@@ -90,8 +90,9 @@ class ExactNorm(GlobalNorm):
     only exact if the summands are whole numbers. For p = 1 and 2 a non-finite gradient gives NaN for all norms.
 
     Args:
-        plan, registry, per_parameter: As in `GlobalNorm`.
+        plan, registry: As in `GlobalNorm`.
         norm_type: 1, 2 or inf. Default: 2.
+        per_parameter: True: also compute the norm of each logical parameter. Default: False.
     Raises:
         ValueError: ``norm_type`` is not 1, 2 or inf.
     Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather. None on a single rank.
@@ -119,7 +120,7 @@ class ExactNorm(GlobalNorm):
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         device = present[0][1].device if present else self._wire if extra is None else extra.device
-        # Reads also the gradients that another replica measures, because a NaN in any replica must make the norm NaN.
+        # This rank also checks gradients whose powers another replica adds: a NaN in any replica must make the norm NaN.
         is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
         top = torch.where(is_finite.to(device), 0.0, inf).double()
         batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]

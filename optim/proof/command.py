@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.
 
     Args:
-        arguments: The command line arguments. None: ``sys.argv[1:]``.
+        arguments: The command line arguments. None (default): ``sys.argv[1:]``.
     """
     parser = _parser()
     first = _launched()[0] == 0

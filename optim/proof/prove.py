@@ -460,7 +460,7 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
         "forward differs": (
             f"the ranks of {over} must compute the same values, and theirs differ: a sum or a gather over {over} is "
             "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches "
-            "(then the axis is a data axis: Topology(roles={axis: 'data'}))"
+            f"(then make the axis a data axis: Topology(roles={{{over}: 'data'}}, ...))"
         ),
     }[cause]
     return text if where is None or cause == "copies differ" else f"{text} (see {where})"
@@ -511,7 +511,7 @@ def examine(
         most: ``max_parameters`` of `prove`.
         contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's gradient
             contract, by the parameter's label. Declared specs are then not checked. If another contract makes a
-            gradient right, it replaces the guess, without a finding. None: check the declared specs.
+            gradient right, it replaces the guess, without a finding. None (default): check the declared specs.
         topology: The axes of the registry's topology, with other roles. Default: the registry's topology.
 
     Raises:

@@ -515,15 +515,15 @@ class Booster(Saving, Generic[Stats_co]):
             model: A model without a data-parallel wrapper. It is moved to the registry's device if this is a CUDA
                 device. Or a schedule of `torch.distributed.pipelining` over this rank's stages, with a loss function.
             optimizer: A torch optimizer of the model's parameters. Or a list of optimizers, which are combined: one
-                step and one gradient norm for all. None: the model is prepared for evaluation.
-            criterion: A loss function or module, which is prepared for the precision mode. None: no criterion.
+                step and one gradient norm for all. None (default): the model is prepared for evaluation.
+            criterion: A loss function or module, which is prepared for the precision mode. None (default): no criterion.
             dataloader: A loader, which is returned unchanged after a check of the samples: different data ranks must
                 get different samples. The check uses the loader's sampler, or reads the first samples of an
-                IterableDataset. Samplers of your own class are trusted. None: no loader.
+                IterableDataset. Samplers of your own class are not checked. None (default): no loader.
             lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. A torch schedule advances
                 with every call of its ``step``; to prevent this after skipped steps, wrap it in `HoldOnSkip` after
                 `boost`. A meshstep schedule advances only if the optimizer took a step. With a list of optimizers,
-                create the schedule afterwards, with the returned optimizer. None: no schedule.
+                create the schedule afterwards, with the returned optimizer. None (default): no schedule.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
                 `ParallelOptimizer`. With ``"ddp"``, an optimizer and several data ranks, the model is a

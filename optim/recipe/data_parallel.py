@@ -45,8 +45,8 @@ def check_data_parallel(
         mode: The kind of data parallelism. None: `ParallelOptimizer.step` averages the gradients, which is always
             possible.
         registry: The process groups.
-        model: The model to check. None: only the mesh is checked.
-        optimizer: The optimizer to check. None: it is not checked.
+        model: The model to check. None (default): only the mesh is checked.
+        optimizer: The optimizer to check. None (default): no optimizer is checked.
     """
     topology = registry.topology
     if mode is None:

@@ -711,7 +711,8 @@ class Shards(ParamTransform):
 
         Raises:
             RuntimeError: With ``gradients=True``, the gradients of the previous window have not been cleared.
-        Collectives: one reduce-scatter per bucket whose gradients must be summed.
+        Collectives: one reduce-scatter per bucket whose gradients must be summed; with ``sum_order="fixed"`` one
+            all-to-all instead.
         """
         if self._reducer is not None:
             _check_cleared(window)
@@ -729,7 +730,8 @@ class Shards(ParamTransform):
             averaged: False if torch's data parallelism should have averaged the gradients, but did not.
         Raises:
             RuntimeError: With ``gradients=True``, some micro-batches of the window bypassed `micro_batch`.
-        Collectives: with ``gradients=False``, one reduce-scatter per bucket whose gradients must be summed.
+        Collectives: with ``gradients=False``, one reduce-scatter per bucket whose gradients must be summed. None for a
+            bucket whose gradients `FixedOrderSum` has summed already (``sum_order="fixed"``).
         """
         buckets = self.buckets
         if self._reducer is not None and window.micro_batches:

@@ -1,10 +1,11 @@
 """The update engine of compiled C loops: torch's fused Adam, AdamW, SGD and Adagrad on a CPU, in one pass over memory.
 
-    weight, states = formula(weight, states, gradient * factor, numbers)        for each row, unless the step is skipped
+    weight, states = formula(weight, states, gradient * factor, hyper)        for each row, unless the step is skipped
 
 A row contains the addresses of one parameter and its states, for the compiled loops ("the loops") or the Triton
-kernels. Rows are cached, and reused while their tensors are the same. torch steps the parameters that have no row.
-Whether a parameter gets a row does not depend on other parameters, so that ranks with replicas of it decide equally.
+kernels. ``hyper`` are the hyper-parameters, such as the learning rate. Rows are cached, and reused while their tensors
+are the same. torch steps the parameters that have no row. Whether a parameter gets a row does not depend on other
+parameters, so all ranks with a replica of the parameter step it with the same kernel.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class TorchGradSync(GradSyncController):
         """Raise ValueError if a data axis shards a trained parameter (such as an expert) and the module is DDP.
 
         `DistributedDataParallel` (DDP) averages all gradients over its process group, so it would average gradients of
-        different shards. If DDP is told to ignore the parameter, its gradient is not divided by the number of data
+        different shards. If the user makes DDP ignore the parameter, its gradient is not divided by the number of data
         ranks.
         """
         large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]

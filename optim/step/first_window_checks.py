@@ -120,7 +120,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
         raise RuntimeError(
             "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
             "rank share, or of earlier micro-batches of the window. Run it with meshstep.optim.Pipeline(schedule, "
-            "optimizer), which divides the loss; or give scale_grads=False and divide in its loss function"
+            "optimizer), which divides the loss; or give scale_grads=False, and divide the loss by the number of "
+            "micro-batches in the schedule's loss function"
         )
     called = any(rank.calls for rank in seen)
     if scaled and not called and any(rank.some_not_zero for rank in seen):

@@ -124,7 +124,7 @@ class _LaidOut:
     Args:
         states: The values in the optimizer's states.
         params: The signature of the parameters: types, dtypes, shapes and strides.
-        gradients: The signature of the gradients, by dtype of the first gradient.
+        gradients: The signature of the gradients, by dtype of the first gradient. Default: empty.
     """
 
     states: list[object]

@@ -216,7 +216,9 @@ def _entered(enter: Callable[[UpdateRequest, Update], object], update: Update, r
 
 def _on_cpu(request: UpdateRequest) -> UpdateRequest:
     """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: one, to wait for their copy."""
-    assert request.on_host is not None, "the copy is started where some parameters are on the CPU"
+    assert request.on_host is not None, (
+        "the step must start the copy (`HostDecision`) if some parameters are on the CPU"
+    )
     skip, factor = request.on_host.wait()
     return replace(request, skip=skip, factor=factor, on_host=None)
 

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments and ``--help`` raise SystemExit.
 
     Args:
-        arguments: The command line arguments. None: ``sys.argv[1:]``.
+        arguments: The command line arguments. None (default): ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

@@ -350,7 +350,7 @@ class Terminal:
         monitor = Monitor(registry, Terminal())
 
     Args:
-        file: Output stream. None: ``sys.stdout``.
+        file: Output stream. None (default): ``sys.stdout``.
         rows: Maximum number of rows in the table. The order is: loss and gradient norm, other numbers of the full
             model, singular values, numbers of single parameters, layers or groups. Default: 24.
     """

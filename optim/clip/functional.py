@@ -396,8 +396,9 @@ def clip_grad_norm_(
             later call with the same `ClipState` has other parameters, ``norm_type`` or ``reduction``.
         TypeError: The rule needs a `ClipState`.
         RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
-    Collectives: as `global_norm`. With a `ClipState` whose rule has factors or state per parameter or clamps by value,
-        only the first call compares declarations, and exchanges parameter names.
+    Collectives: as `global_norm`. With a `ClipState` of a rule that has several factors (per parameter, named group,
+        param group or unit), has state per parameter or clamps by value, only the first call compares declarations, and
+        exchanges parameter names.
     Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one more per call.
     """
     clip = _to_clip_state(max_norm, reduction)

@@ -637,8 +637,8 @@ class Booster(Saving, Generic[Stats_co]):
             **kwargs: Arguments of ``loss.backward``.
 
         Raises:
-            TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is not a tensor, or the weight is not a
-                number.
+            TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is not a tensor, or the weight is neither a
+                number nor a 0-dim tensor.
             ValueError, RuntimeError: As in `ParallelOptimizer.backward`.
         """
         if not isinstance(optimizer, ParallelOptimizer):

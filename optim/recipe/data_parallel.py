@@ -62,7 +62,7 @@ def check_data_parallel(
     if mode == "fsdp" and len(topology.data_axes) > 2 and data_alias(topology) is None:
         raise ValueError(
             f"data_parallel='fsdp' needs at most two data axes, one for replicas and one for shards, and {topology!r} has "
-            f"{len(topology.data_axes)}; use two, or give 'zero1' or 'zero2'"
+            f"{len(topology.data_axes)}; use two, give the topology an alias for all of them, or give 'zero1' or 'zero2'"
         )
     if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:
         _check_no_data_spec(mode, registry, model)

@@ -172,12 +172,14 @@ class Recorder(StepObserver):
         seed: The random seed of the run, which is only written down. None (default): not recorded.
 
     Raises:
-        ValueError: On every rank: ``every`` is no integer >= 1 or differs between ranks, or the device has no float64.
+        ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device
+            has no float64.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
-        `add_param_group`. One all-reduce over the world in a recorded step; none in other steps.
-    Host synchronization: in the constructor; one on global rank 0 per recorded step, in the next step or in `flush`. One
-        more per option of a param group that is a tensor on the device. None in steps that are not recorded.
+        `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
+        world in a recorded step; none in other steps.
+    Host synchronization: in the constructor and after such a change; one on global rank 0 per recorded step, in the next
+        step or in `flush`. One more per option of a param group that is a tensor on the device. Otherwise none.
     Memory: in a recorded step, a copy of the tensors that this rank steps, about 60 MB, and 0.5 kB per parameter.
 
     Attributes:

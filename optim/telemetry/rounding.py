@@ -27,6 +27,9 @@ class Tolerances:
         relative: Tolerance in the first step by dtype: "float64", "float32", "float16", "bfloat16" or "float8". Dtypes
             that are not given keep the default: 1e-9, 1e-4, 2e-2, 5e-2 and 0.2.
         growth: Growth per step, as a fraction of the tolerance in the first step. Default: 0.1.
+
+    Raises:
+        ValueError: A dtype is unknown, a tolerance is not a finite number > 0, or ``growth`` is not finite and >= 0.
     """
 
     relative: Mapping[str, float] = field(default_factory=dict)

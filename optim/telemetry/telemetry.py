@@ -479,7 +479,7 @@ class Measurement:
         step: Number of the step, counted from 1, including skipped steps.
         names: Names of the measured numbers, such as ``"update_norm/total"``. Dashboards group names by the part before
             the slash.
-        values: The numbers, in the order of ``names``, [number of names] float64.
+        values: The numbers, in the order of ``names``, [number of names] float64 (float32 on a device without float64).
     """
 
     step: int
@@ -540,11 +540,12 @@ class Telemetry(StepObserver):
             rank's samples.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
-        `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition at least one
+        `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. In a measured step, one
+        all-reduce over the world. With ``noise=``, in addition at least one
         all-reduce per set of ranks that sum partial gradients or gradients of tied parameters. With ``spectral=``, in
         addition two all-reduces per iteration. None in other steps, and none over the world with one rank.
-    Host synchronization: in the constructor, and in the first measured step after `add_param_group`. In other steps
-        none, except to copy tensors between the CPU and the GPU, as with `Offloaded`.
+    Host synchronization: in the constructor, and in the first measured step after such a change. In other steps none,
+        except to copy tensors between the CPU and the GPU, as with `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
         per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory of
         `PowerIteration`.

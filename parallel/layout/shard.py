@@ -447,7 +447,11 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
             found.setdefault(tuple(coordinate[axis] for axis in axes), (piece.detach(), coordinate))
     if len(found) < topology.size(*axes):
         at = next(at for at in product(*(range(topology.size(axis)) for axis in axes)) if at not in found)
-        where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True)) or "any rank"
+        where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True))
+        if not axes:
+            raise ValueError(
+                f"{spec}: all ranks that hold this tensor have None; give the tensor of at least one of them"
+            )
         raise ValueError(f"{spec}: there is no shard of {where}; give the shard of a rank with this coordinate")
     distinct, coordinates = zip(*found.values(), strict=True)
     kinds = sorted({f"{piece.dim()} dims of {piece.dtype}" for piece in distinct})

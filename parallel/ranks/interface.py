@@ -102,7 +102,7 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
     torch's global seed is set to 0 before each call.
 
     Raises:
-        RuntimeError: ``function`` raised an error, which is the cause. The message has the arguments of the case.
+        RuntimeError: ``function`` raised an error. It is the ``__cause__``, and the message has the arguments of the case.
     """
     results = []
     for args in cases:
@@ -110,7 +110,7 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
         try:
             results.append(function(*args))
         except Exception as error:
-            raise RuntimeError(f"in the case {', '.join(map(repr, args))}") from error
+            raise RuntimeError(f"the function raised an error in the case {', '.join(map(repr, args))}") from error
     return results
 
 

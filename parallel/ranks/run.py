@@ -398,7 +398,10 @@ class LaunchedRanks(Ranks):
             if not waiting:
                 break
             left = [rank for rank in waiting if rank in gone]
-            failures = {rank: f"left the test: {self._read(end, rank)[0] or 'it passed there'}" for rank in left}
+            failures = {
+                rank: f"ended the test without this call of run: {self._read(end, rank)[0] or 'the test passed there'}"
+                for rank in left
+            }
             if time.monotonic() > deadline:
                 failures |= dict.fromkeys(waiting, f"did not respond within {timeout:g} seconds")
             if failures:

@@ -106,7 +106,7 @@ def test_fp8_tensor_parallel_layers_match_unsharded_layer_with_expected_collecti
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_fp8_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
-    """Negative control, in a pool of its own because its ranks fail."""
+    """Negative control of `compare_1d_layer`, in a separate pool because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
         world.run(2, compare_1d_layer, kind, False, False)
@@ -276,7 +276,7 @@ def test_row_scaled_fp8_layers_match_unsharded_layer(world: World, kind: str, se
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_row_scaled_fp8_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
-    """Negative control, in a pool of its own because its ranks fail."""
+    """Negative control of `compare_1d_layer`, in a separate pool because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
         world.run(2, compare_1d_layer, kind, False, False, "row")

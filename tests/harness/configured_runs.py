@@ -219,7 +219,9 @@ class Rank:
             stats = self.step(optimizer, number)
             report.norms[number] = float(stats.total_norm)
             if bool(stats.found_inf) == torch.isfinite(stats.total_norm):
-                report.problems.append(f"step {number} of norm {stats.total_norm} was skipped or made wrongly")
+                report.problems.append(
+                    f"step {number} has norm {stats.total_norm}, but found_inf={bool(stats.found_inf)}"
+                )
 
     def see(self, optimizer: ParallelOptimizer[Any], report: Report) -> None:
         """Record the final state in the report."""
@@ -332,7 +334,7 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry, devi
     except ValueError as error:
         problems = [] if DIFFERING[what] in str(error) else [f"{what} differs, but it said: {error}"]
     else:
-        return [f"nobody saw that {what} differs"]
+        return [f"{what} differs, but this rank raised no error"]
     unchanged = all(
         len(group["params"]) == len(before) and all(map(_same, group["params"], before))
         for group, before in zip(inner.param_groups, params, strict=True)
@@ -372,7 +374,7 @@ def problems_of_lost_gradient(rank: Rank, optimizer: ParallelOptimizer[Any]) -> 
         except (RuntimeError, ReplicaMismatchError) as error:
             problems = [] if lost in str(error) else [f"a gradient of {lost} is missing, but it said: {error}"]
         else:
-            problems = [f"nobody saw that a replica of {lost} has no gradient at {without}"]
+            problems = [f"a replica of {lost} has no gradient at {without}, but this rank raised no error"]
     same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
     return problems if same else [*problems, f"{lost} has no gradient at {without}, and the model was stepped"]
 
@@ -424,6 +426,6 @@ def _other_weights(rank: Rank, other: bool) -> list[str]:
     except ReplicaMismatchError as error:
         problems = [] if "vector: the parameter differs" in str(error) else [f"weights differ, but it said: {error}"]
     else:
-        problems = ["nobody saw that the copies of a parameter differ"]
+        problems = ["replicas of a parameter differ, but this rank raised no error"]
     same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
     return problems if same else [*problems, "weights differ, and were stepped"]

@@ -213,7 +213,7 @@ class DenseRun:
         name and flat indices, gets the smallest positive count among its elements.
 
         Returns:
-            Whether the elements of any tensor had different counts. With SGD, only 0 differs from the others.
+            Whether the elements of any tensor had different counts. With SGD, all positive counts are taken as equal.
         """
         differed = False
         before = {name: param.steps.clone() for name, param in self.params.items()}

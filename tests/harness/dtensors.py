@@ -1,4 +1,4 @@
-"""Shared by tests of DTensor parameters: parameters, meshes without stale caches in torch, and a log of operations."""
+"""Helpers of tests of DTensor parameters: parameters, meshes without stale caches in torch, and a log of operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def registry_of(axes: Axes) -> ProcessGroupRegistry:
-    """Return a registry whose meshes DTensor has not seen: it would reuse an equal mesh of a closed registry."""
+    """Return a registry. Clear torch's caches first, or DTensor would reuse an equal mesh of a closed registry."""
     clear_mesh_caches()
     return ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
 

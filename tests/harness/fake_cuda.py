@@ -151,7 +151,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., 
     The context manager's argument ``traffic`` says whether the log counts bytes. Default: False.
 
     Args:
-        collectives_on: `ProcessGroupRegistry.device`.
+        collectives_on: The value of `ProcessGroupRegistry.device` within the block.
     """
     pinned: set[int] = set()
     waits: list[str] = []

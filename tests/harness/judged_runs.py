@@ -13,7 +13,13 @@ from torch import Tensor
 
 
 def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | None) -> list[str]:
-    """Return the differences from the dense run. Args: second: Reports of the ranks that resumed from a checkpoint."""
+    """Return descriptions of all differences from the dense run.
+
+    Args:
+        case: The configuration of the run.
+        first: The reports of all ranks of the first run.
+        second: The reports of the ranks that resumed from a checkpoint. None: no rank did.
+    """
     dense = DenseRun(case)
     found = [problem for report in (*first, *(second or ())) for problem in report.problems]
     norms = [dense.step(number) for number in range(case.saved_at if second else STEPS)]
@@ -30,7 +36,7 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
         differed = dense.put_together(stepped)
         if case.kind == "AdamW" and differed != any(report.warned for report in second):
             found.append(
-                f"pieces with different numbers of steps came together: {differed}, and a warning: {not differed}"
+                f"shards with different numbers of steps were merged: {differed}, but a warning was given: {not differed}"
             )
         norms += [dense.step(number) for number in range(case.saved_at, STEPS)]
         found += differences(dense, case, case.resumed, second)

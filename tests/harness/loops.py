@@ -14,7 +14,7 @@ from meshstep.optim.kernels.native import Native, built, torchs_threads
 
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
-    """Use these kernels in this process."""
+    """Use these kernels in this process within the block."""
     before = kernels_chosen()
     use_kernels(kernels)
     try:
@@ -38,7 +38,7 @@ def instructions_here() -> list[str]:
 
 @contextmanager
 def with_instructions(name: str) -> Iterator[None]:
-    """Use an instruction set. It is a global setting of the library: all `Native` objects use it within the block."""
+    """Use an instruction set within the block, in all `Native` objects of this process."""
     loops().take(name)
     try:
         yield

@@ -152,11 +152,11 @@ def gpt(seed: int = 0, tied: bool = False, duplicated: bool = True, **options: A
     One seed gives the same weights on every mesh without pipeline stages.
 
     Args:
-        seed: Of the weights.
+        seed: Seed of the weights.
         tied: The embedding and the output layer share their weight.
         duplicated: Multi-latent attention only: the down projections are replicated over tensor, as in the spec for
             TransformerEngine. False: they are column-parallel, as in the local spec.
-        options: Of the config.
+        options: Arguments of `config_of`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec

@@ -59,7 +59,7 @@ WAIT = 2.0  # seconds that a rank waits for missing peers in scripts that call `
 
 
 class Mlp(nn.Module):
-    """6 features to 4, with 8 hidden ones."""
+    """A model with 6 input features, 8 hidden features and 4 output features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
 
 
 class SplitMlp(Mlp):
-    """The same model with its hidden features sharded over ``tensor``; its parameters are not declared yet."""
+    """`Mlp` with its hidden features sharded over ``tensor``; its parameters are not declared yet."""
 
     def __init__(self, full: Mapping[str, Tensor], registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -253,8 +253,8 @@ class Error:
     """An exception on every rank.
 
     Args:
-        kind: Its type; subclasses count.
-        shown: A part of its text, such as the correction; ``...`` matches any text.
+        kind: The class of the exception, or a base class.
+        shown: A part of the exception's text, such as the correction; ``...`` matches any text.
         ranks: The ranks that raise; None: all. Other ranks reach the end of the script.
         stepped_before: False: each rank's weights equal those after some number of correct steps; True: not checked
             (torch alone would make the same wrong steps).
@@ -284,7 +284,7 @@ class Warned:
     """A warning or a log line on some rank; the weights are as ``then`` says.
 
     Args:
-        shown: Its text, with the correction; ``...`` matches any text.
+        shown: A part of the warning's text, with the correction; ``...`` matches any text.
     """
 
     shown: str
@@ -338,7 +338,7 @@ def mistake(
     """Add the decorated script to `MISTAKES`."""
 
     def add(script: Script) -> Script:
-        assert script.__doc__, "the docstring says the mistake"
+        assert script.__doc__, "the script needs a docstring that describes the mistake"
         assert outcome.is_specific, f"{outcome}: show more of the text"
         MISTAKES.append(Mistake(script, topology, outcome, write, mode, waits))
         return script

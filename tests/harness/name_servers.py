@@ -1,4 +1,4 @@
-"""Tests forbid DNS lookups by torch's stores (see conftest.py); torch prints a warning about it."""
+"""Remove a warning of torch that its stores can't resolve host names, which conftest.py prevents."""
 
 from __future__ import annotations
 

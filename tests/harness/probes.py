@@ -47,7 +47,7 @@ class NoHostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.split("::")[-1] in _READS:
-            raise HostReadError(f"{func} reads the host")
+            raise HostReadError(f"{func} copies a tensor's value to the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -60,5 +60,5 @@ def no_host_reads() -> Iterator[None]:
         except HostReadError:
             pass
         else:
-            raise AssertionError("the probe does not notice host reads")
+            raise AssertionError("NoHostReads does not detect that bool(tensor) copies a value to the host")
         yield

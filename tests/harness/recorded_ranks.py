@@ -70,7 +70,7 @@ class _Exchange:
             said[rank] = value
             self.arrived.notify_all()
             if not self.arrived.wait_for(lambda: self.failed or len(said) == size, PATIENCE) or self.failed:
-                raise RuntimeError(f"rank {rank} waits for what others say in vain; {sorted(said)} of {size} came")
+                raise RuntimeError(f"rank {rank} got objects of the ranks {sorted(said)} only, not of all {size} ranks")
             return [said[other] for other in range(size)]
 
 

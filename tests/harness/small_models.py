@@ -14,7 +14,7 @@ Base = Literal["bf16", "fp32"]  # the dtype of `small_model` before it is prepar
 
 
 class Mlp(nn.Module):
-    """6 features to 3, with a norm in between."""
+    """A model with 6 input and 3 output features, and a layer norm in between."""
 
     def __init__(self) -> None:
         super().__init__()

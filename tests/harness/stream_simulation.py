@@ -647,7 +647,7 @@ def _set_all_bits(tensor: Tensor) -> None:
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
-    if func.namespace == "c10d":  # its schemas do not say it
+    if func.namespace == "c10d":  # schemas of c10d do not mark the arguments that an operator writes
         return tuple((one.name, "input" not in one.name) for one in func._schema.arguments)
     return tuple((one.name, bool(one.alias_info and one.alias_info.is_write)) for one in func._schema.arguments)
 
@@ -684,7 +684,7 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
 
     Args:
         devices: Number of devices. Default: 2.
-        collectives_on: `ProcessGroupRegistry.device`. Default None: cuda:0.
+        collectives_on: The value of `ProcessGroupRegistry.device` within the block. Default None: cuda:0.
     """
     simulation = Simulation(devices)
 
@@ -699,7 +699,7 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
         return address(tensor.elements if isinstance(tensor, DeviceTensor) else tensor)
 
     def reading(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a method that reads the elements without an operator, and notes it."""
+        """Return ``method``, which reads elements without an operator, with a note of this access."""
 
         def read(tensor: Tensor) -> Any:
             tensor = tensor.cpu()

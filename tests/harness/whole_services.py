@@ -26,10 +26,10 @@ Options = dict[str, Any]
 def each_trained(
     layout: Layout, makes: list[Make], options: Options, steps: int = 10, bucket: int | None = 64
 ) -> list[list[Part]]:
-    """Run `trained` with one optimizer after another in the same process groups. If ``bucket`` is None, buckets have
-    the default size.
+    """Train a model with each optimizer in the same process groups, and return the resulting shards per optimizer.
 
-    Return the results.
+    Args:
+        bucket: The size of the buckets of `Sharded` in bytes. Default: 64. None: the default size of the library.
     """
     found = []
     buckets = nullcontext() if bucket is None else small_buckets(bucket)

@@ -81,7 +81,7 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
 @pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
 def test_gradients_missing_on_some_ranks_do_not_cause_hang(world: World, gaps: str, states: str) -> None:
     """The cases are an expert axis whose ranks see different samples, owner-only parameters, and uneven shards."""
-    # The first gradient is 2; the second is 1, including the zeros of ranks without it.
+    # The first gradient is 2. The second is 1, because ranks without it count as zeros in the mean.
     for found in world.run(4, step_with_gaps, gaps, states):
         assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)
 

@@ -122,7 +122,7 @@ def test_audit_accepts_shards_over_an_alias(world: World) -> None:
     assert world.run(4, audited_by_alias) == [Audit(1, ())] * 4
 
 
-# Values of the parameter `w` of each of three pipeline stages; the last stage calls it `v`. No value: it has none.
+# Values of one parameter on each of three pipeline stages, named `w`, `w` and `v`. None: the stage lacks the parameter.
 Stages = tuple[list[float] | None, list[float] | None, list[float] | None]
 ENDS = P(tied={"pipe": (0, -1)})
 
@@ -153,7 +153,7 @@ def audited_stages(values: Stages, spec: P, summed: bool = False, also: list[flo
     ],
     ids=["equal", "stale", "reset", "summed"],
 )
-def test_audit_compares_tied_parameters_of_other_names(
+def test_audit_compares_tied_parameters_with_different_names_per_stage(
     world: World, values: Stages, summed: bool, said: str | None
 ) -> None:
     first, *others = world.run(6, audited_stages, values, ENDS, summed)

@@ -1,4 +1,4 @@
-"""Ranks that make different calls or a different order of calls: the error of each rank says where all ranks are."""
+"""If ranks make different calls, or calls in different orders, the error of each rank names the calls of all ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
 
 @pytest.fixture(scope="module")
 def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Results, by name, of calls that run into the timeout; each call has ranks of its own."""
+    """Results, by name, of calls that run into the timeout. Each call runs on its own ranks, so that all wait at once."""
     folder = tmp_path_factory.mktemp
     calls: dict[str, tuple[Any, ...]] = {
         **{name: (2, alone, name, folder("alone")) for name in ("step", "save_checkpoint", "clip_grad_by_norm")},

@@ -172,11 +172,11 @@ def replicated_gradients() -> None:
         shares = copy_to(x, registry, "tensor")[:, 2 * rank : 2 * rank + 2] * part
         (grad,) = torch.autograd.grad(reduce_from(shares.tanh().sum(), registry, "tensor"), x)
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-        # The same between scatter_to and gather_from.
+        # Split work between scatter_to and gather_from.
         pieces = (scatter_to(x, registry, "tensor", dim=-1) * part).tanh()
         (grad,) = torch.autograd.grad(gather_from(pieces, registry, "tensor", dim=1).sum(), x)
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-        # An expanded gradient (from sum) and one of a 0-dim tensor.
+        # `sum` gives an expanded gradient, and `scale` has 0 dims.
         scale = torch.tensor(2.0, requires_grad=True)
         torch.autograd.backward(copy_to(scale, registry, "tensor").expand(3).sum())
         assert scale.grad == 12.0

@@ -90,7 +90,7 @@ def test_init_distributed_without_launcher_makes_a_world_of_one_process(environm
 
 
 @pytest.mark.parametrize("variables", [torchrun(0, 1), openmpi(0, 1), slurm(0, 1)])
-def test_world_of_one_rank_opens_no_port(
+def test_world_of_one_rank_needs_no_reachable_master_address(
     environment: Callable[[Mapping[str, str]], None], variables: dict[str, str]
 ) -> None:
     environment({**variables, "MASTER_ADDR": "no.such.host.invalid"})
@@ -319,7 +319,7 @@ def test_init_distributed_times_out_if_other_ranks_never_start(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int], list[dict[str, Any]]]:
-    """A function that sets the number of GPUs and returns the arguments of each `init_process_group` since."""
+    """A function that sets the number of GPUs, and returns the list of arguments of all calls of `init_process_group`."""
     joined: list[dict[str, Any]] = []
     current: list[torch.device] = []
 
@@ -411,7 +411,7 @@ def log_on_some(directory: str) -> bool:
     return len(logger.handlers) == 2
 
 
-def test_dist_logger_logs_only_on_its_ranks(world: World, tmp_path: Path) -> None:
+def test_dist_logger_logs_only_on_given_ranks(world: World, tmp_path: Path) -> None:
     assert world.run(3, log_on_some, str(tmp_path)) == [True] * 3
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["1.txt", "2.txt"]
     lines = (tmp_path / "logs" / "2.txt").read_text().splitlines()
@@ -443,7 +443,7 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
         (None, "2", ""),
     ],
 )
-def test_store_prefix_follows_restarts_of_one_node_only(
+def test_store_prefix_contains_restart_count_only_on_one_node(
     environment: Callable[[Mapping[str, str]], None], nodes: str | None, restarts: str | None, prefix: str
 ) -> None:
     variables = {"GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RESTART_COUNT": restarts}

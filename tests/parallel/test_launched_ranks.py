@@ -204,7 +204,11 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
         ("test_fails_if_one_rank_raises", ["planted"] * 3),
         (
             "test_fails_if_one_process_leaves_before_the_run",
-            ["rank 1: left the test: ", "left early", "rank 1: left the test: "],
+            [
+                "rank 1: ended the test without this call of run: ",
+                "left early",
+                "rank 1: ended the test without this call",
+            ],
         ),
         (
             "test_fails_if_one_process_fails_after_the_run",

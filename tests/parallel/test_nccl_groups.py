@@ -217,7 +217,7 @@ def test_launch_order_of_the_user_is_kept(unordered: pytest.MonkeyPatch) -> None
 
 
 def launch_orders() -> tuple[list[int], list[str | None]]:
-    """Return how often the default group counts two collectives, and the variable with registries over gloo and NCCL."""
+    """Return the default group's number of collectives before each of three, and the launch order over gloo and NCCL."""
     group: Any = dist.group.WORLD
     counts = list[int]()
     for _ in range(3):

@@ -25,7 +25,7 @@ def draws() -> list[float]:
 
 
 def test_restored_random_state_repeats_the_draws() -> None:
-    random.gauss(0, 1)  # it keeps a second number for the next call
+    random.gauss(0, 1)  # computes two numbers, and keeps the second for the next call
     stored = io.BytesIO()
     torch.save(random_state(), stored)
     first = draws()

@@ -566,7 +566,7 @@ def largest_difference(model: Model) -> float:
 
 @pytest.mark.default_cases(len(REPOSITORIES))
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_clip_grad_norm_matches_dense_norm_where_hand_written_rule_is_wrong(world: World, name: str) -> None:
+def test_clip_grad_norm_matches_dense_norm_on_layouts_of_hand_written_rules(world: World, name: str) -> None:
     repository = REPOSITORIES[name]
     right = dense_norm(repository.names, repository.norm_type)
     if callable(repository.wrong):

@@ -155,7 +155,7 @@ class Rows(nn.Module):
 
 
 def train_rows(overlap: bool, mixed: bool) -> Tensor:
-    """Return the shared parameters after 5 steps of losses that are equal functions of them on both rows.
+    """Return the shared parameters after 5 steps, in which both rows have the same loss function of these parameters.
 
     With ``mixed``, parameters of all layouts share buckets.
     """

@@ -169,6 +169,6 @@ def test_data_parallel_group_of_megatron_must_match_data_axes(world: World) -> N
         ({"per_token": True}, "calculate_per_token_loss=True"),
     ],
 )
-def test_unsupported_settings_of_megatrons_module_raise(options: dict[str, bool], said: str) -> None:
+def test_unsupported_settings_of_megatron_ddp_raise(options: dict[str, bool], said: str) -> None:
     with pytest.raises(ValueError, match=f"unsupported setting: {said}"):
         MegatronGradSync(AsInMegatron(None, **options))

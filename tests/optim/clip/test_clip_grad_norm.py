@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import clip_grad_norm_, global_norm
+from dense import collectives
+from meshstep.optim import ClipState, ParallelOptimizer, PerParameter, clip_grad_norm_, global_norm
 from meshstep.optim.norm.measure import Reduction
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
@@ -134,3 +138,44 @@ def test_complex_gradient_on_one_rank_raises_there_and_skips_on_others(world: Wo
     first, second = world.run(2, wrong_on_one_rank, norm_type)
     assert first == "skip"
     assert "complex" in second
+
+
+# Collectives of a reduction -------------------------------------------------------------------------------------------
+
+
+def step_of(params: list[nn.Parameter], registry: ProcessGroupRegistry, reduction: Reduction) -> Callable[[], Any]:
+    optimizer = ParallelOptimizer(
+        torch.optim.SGD(params, lr=0.0), registry, max_norm=1.0, reduction=reduction, check_replicas=False
+    )
+    return optimizer.step
+
+
+def measured_by_each_function(reduction: Reduction) -> dict[str, tuple[float, dict[str, int]]]:
+    """Measure a split weight and a replicated bias twice; return the second norm and the collectives of its call."""
+    found = {}
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        weight, bias = split_weight(None, registry.global_rank), nn.Parameter(torch.zeros(1))
+        annotate(bias, P(), "bias")
+        params: Any = [weight, bias]
+        functions: dict[str, Callable[[], Any]] = {
+            "global_norm": partial(global_norm, params, registry, reduction=reduction),
+            "number": partial(clip_grad_norm_, params, 1000.0, registry, reduction=reduction),
+            "state": partial(clip_grad_norm_, params, ClipState(PerParameter(1000.0)), registry, reduction=reduction),
+            "step": step_of(params, registry, reduction),
+        }
+        for name, function in functions.items():
+            for _ in range(2):
+                weight.grad, bias.grad = split_weight(None, registry.global_rank).grad, torch.tensor([132.0])
+                with collectives() as seen:
+                    stats = function()
+            found[name] = float(stats.total_norm), dict(seen)
+    return found
+
+
+@pytest.mark.parametrize(("reduction", "count"), [("packed", 1), ("per_group", 2)])
+def test_every_function_issues_the_collectives_of_its_reduction(world: World, reduction: Reduction, count: int) -> None:
+    """With "per_group" one all-reduce sums the bucket of the split weight, and one sums the buckets of all ranks."""
+    for found in world.run(2, measured_by_each_function, reduction):
+        for name, (norm, seen) in found.items():
+            assert norm == pytest.approx(157.0), name  # (3, 4, 12, 84, 132)
+            assert seen == {"all_reduce": count}, name

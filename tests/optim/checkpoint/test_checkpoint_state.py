@@ -23,6 +23,7 @@ Axes = tuple[tuple[str, int], ...]
 ONE: Axes = ()
 DATA: Axes = (("data", 2),)
 TENSOR: Axes = (("tensor", 2),)
+STAGES: Axes = (("pipe", 2),)
 
 
 def registry_of(axes: Axes) -> ProcessGroupRegistry:
@@ -213,6 +214,42 @@ def test_hyper_parameters_are_restored_from_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(second["lr"], torch.tensor(0.2))
     assert first["params"][0] is model.get_parameter("weight")
     assert first["param_names"] == ["weight"]
+
+
+GROUPS_OF_STAGES = ((("a",),), (("b",), ("c",)))  # names of the parameters, per param group of each stage
+
+
+def in_groups(path: Path, axes: Axes, save: bool) -> dict[str, tuple[float, list[float], list[float]]]:
+    """Save after a step, or load. Return the learning rate, the weight and the momentum of each parameter of this rank."""
+    registry = registry_of(axes)
+    groups = GROUPS_OF_STAGES[registry.rank("pipe")] if axes else (("a", "b"), ("c",))
+    model = nn.ParameterDict({name: torch.full((2,), float(ord(name) if save else 0)) for name in sum(groups, ())})
+    declare(model, {"*": P()})
+    rates = (0.5, 0.25) if save else (0.0, 0.0)
+    params: Any = [
+        {"params": [(name, model[name]) for name in names], "lr": rate}
+        for names, rate in zip(groups, rates, strict=False)
+    ]
+    optimizer = ParallelOptimizer(torch.optim.SGD(params, momentum=0.5), registry)
+    if save:
+        optimizer.backward(sum((param * index).sum() for index, param in enumerate(model.values(), start=1)))
+        optimizer.step()
+        save_checkpoint(path, model, optimizer)
+    else:
+        load_checkpoint(path, model, optimizer)
+    registry.close()
+    return {
+        name: (group["lr"], param.tolist(), optimizer.optimizer.state[param]["momentum_buffer"].tolist())
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def test_param_groups_that_only_one_stage_has_are_restored(world: World, tmp_path: Path) -> None:
+    first, second = world.run(2, in_groups, tmp_path, STAGES, True)
+    assert second["c"] == (0.25, [98.5, 98.5], [2.0, 2.0])
+    assert world.run(2, in_groups, tmp_path, STAGES, False) == [first, second]
+    assert in_groups(tmp_path, ONE, False) == {**first, **second}
 
 
 # Random number generators ---------------------------------------------------------------------------------------------

@@ -248,5 +248,5 @@ def test_gradient_that_becomes_partial_raises_on_its_ranks_and_skips_on_others(w
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:
-        assert "is Partial(sum) over 'tensor', but the parameter is Shard(dim=0)" in found
+        assert "is Partial(sum) over 'tensor', but the parameter is Shard(dim=0); redistribute it, or let" in found
         assert found.endswith("weights -1.0")

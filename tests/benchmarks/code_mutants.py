@@ -12,7 +12,8 @@ the copy, until the first failure. A fault that no test finds survives: write a 
 ``--show`` prints the faults without running tests.
 
 ``--fresh SEED COUNT`` draws faults from the whole core, of more kinds than ``--random``: a file in proportion to its
-lines, then one of its faults. The tests are the files that name the changed function and its module most often.
+lines, then one of its faults. The tests are the files that name the changed function and its module, or whose words most
+resemble those of the function.
 ``--seconds`` limits each run of tests. With a short limit, "endless" also counts runs that would pass or fail later.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import random
 import re
@@ -553,11 +555,18 @@ def _words_of_tests() -> dict[str, Counter[str]]:
     return {str(path.relative_to(ROOT)): Counter(re.findall(r"\w+", path.read_text())) for path in paths}
 
 
-def closest_tests(fault: Fault, most: int = 10) -> tuple[str, ...]:
-    """Return up to ``most`` test files for a fault, those first that most likely find it.
+def closest_tests(fault: Fault, most: int = 6) -> tuple[str, ...]:
+    """Return test files for a fault: up to ``most`` of `_by_names`, and as many of `_by_words`. Files without ranks come
+    first."""
+    best = dict.fromkeys([*_by_names(fault)[:most], *_by_words(fault)[:most]])
+    return tuple(sorted(best, key=lambda path: _words_of_tests()[path]["world"] > 0))
+
+
+def _by_names(fault: Fault) -> list[str]:
+    """Return all test files, those first that most likely find the fault.
 
     Files score by the names of functions and classes around the fault, by other names of the module, and by the words
-    of their own name. Among the best files, those without ranks come first.
+    of their own name.
     """
     tree = ast.parse((ROOT / fault.file).read_text())
     named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -571,8 +580,55 @@ def closest_tests(fault: Fault, most: int = 10) -> tuple[str, ...]:
         score += sum(1.5 for name in of_module - around if name in words)
         score += 1.5 * (Path(path).parent.name == Path(fault.file).parent.name)
         scores[path] = score - 4 * path.startswith("tests/interop/")
-    best = sorted(scores, key=lambda path: -scores[path])[:most]
-    return tuple(sorted(best, key=lambda path: (_words_of_tests()[path]["world"] > 0, -scores[path])))
+    return sorted(scores, key=lambda path: -scores[path])
+
+
+def _by_words(fault: Fault) -> list[str]:
+    """Return all test files except those of `tests/interop`, those first that most resemble the function with the fault.
+
+    The similarity is that of term frequency times inverse document frequency, over all words of the function, also
+    those of its texts, and over the parts of names.
+    """
+    text = (ROOT / fault.file).read_text()
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    around = [node for node in functions if node.lineno <= fault.line <= (node.end_lineno or 0)]
+    innermost = (around and ast.get_source_segment(text, around[-1])) or text  # `ast.walk` yields inner functions later
+    vectors, rarity = _vectors_of_tests()
+    words = _weighted(_parts(Counter(re.findall(r"\w+", innermost))), rarity)
+    scores = {
+        path: sum(weight * vector[word] for word, weight in words.items() if word in vector)
+        for path, vector in vectors.items()
+    }
+    return sorted(scores, key=lambda path: -scores[path])
+
+
+@cache
+def _vectors_of_tests() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the weights of the words in each test file, and log(files / files with the word) for each word."""
+    counts = {path: _parts(words) for path, words in _words_of_tests().items() if not path.startswith("tests/interop/")}
+    files = Counter(word for words in counts.values() for word in words)
+    rarity = {word: math.log(len(counts) / number) for word, number in files.items()}
+    vectors = {}
+    for path, words in counts.items():
+        weights = _weighted(words, rarity)
+        # A power below 1 of the length prefers long files, which test more functions.
+        length = math.hypot(*weights.values()) ** 0.75
+        vectors[path] = {word: weight / length for word, weight in weights.items()}
+    return vectors, rarity
+
+
+def _parts(words: Counter[str]) -> Counter[str]:
+    """Return the counts of the words of more than two letters, and of the parts between the underscores of each word."""
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for part in {word, *word.strip("_").lower().split("_")}:
+            if len(part) > 2 and not part.isdigit():
+                counts[part] += count
+    return counts
+
+
+def _weighted(words: Counter[str], rarity: dict[str, float]) -> dict[str, float]:
+    return {word: (1 + math.log(count)) * rarity[word] for word, count in words.items() if word in rarity}
 
 
 def _is_left_out(node: ast.AST, more: bool) -> bool:

@@ -413,7 +413,8 @@ class _LoadedCheckpoint(NamedTuple):
     content: dict[str, Any]
     restoration: Restoration
     state: dict[str, Any] | None  # for the optimizer's load_state_dict
-    random: dict[str, Any] | None  # states of this rank's random number generators; None on another mesh
+    # The states of this rank's random number generators. None: the mesh is another one, or no optimizer is loaded.
+    random: dict[str, Any] | None
 
 
 class _Run(NamedTuple):

@@ -155,9 +155,9 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# A rule with factors per parameter, param group or unit needs to know which shards belong to one logical parameter. A
-# `ParallelOptimizer` reads this from its plan. Functions of this module make a plan in the first call with a
-# `ClipState`, and compare it over all ranks.
+# A rule with factors per parameter, named group, param group or unit needs to know which shards belong to one logical
+# parameter. A `ParallelOptimizer` reads this from its plan. Functions of this module make a plan in the first call with
+# a `ClipState`, and compare it over all ranks.
 
 
 class StatefulClipper:

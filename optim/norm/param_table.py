@@ -102,7 +102,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def trained(self) -> bool:
-        """Return True unless the parameter was frozen when the optimizer was given it."""
+        """Return True unless the parameter was frozen when it was added to the optimizer, or in the last `refresh`."""
         return self.entry.trained
 
 

@@ -374,9 +374,9 @@ class Differences:
         self.noise = max(noise, digits.noise * self.loss)
 
     def measure_noise(self, promises: Sequence[Promise]) -> None:
-        """Measure the rounding error of a loss, and increase `noise` if the error is larger.
+        """Measure the rounding error of a loss, and increase `noise` to ten times this error if it is smaller.
 
-        It can be larger if the loss is a small difference of large numbers.
+        The error is large if the loss is a small difference of large numbers.
 
         Args:
             promises: The parameters. All of them are moved by a step so small that only rounding changes the loss.

@@ -57,8 +57,8 @@ class GradientCompletion:
         table: One record per stepped tensor. The first window adds to the records' specs the axes over which DTensor
             gradients are partial.
         grads_checked: True after all ranks have checked the gradients of the first window.
-        param_facts: The model parameters that were frozen or unfrozen since they were added to the optimizer, and the
-            replicated parameters without a gradient, which ranks compare. Updated in every window.
+        param_facts: The model parameters that were frozen or unfrozen since param groups were last added or refreshed,
+            and the replicated parameters without a gradient, which ranks compare. Updated in every window.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class GradientCompletion:
         return number if of_tensors is None else number + int(of_tensors)
 
     def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
-        """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `param_facts`.
+        """Record in `param_facts` the parameters that were frozen or unfrozen since param groups were last refreshed.
 
         Returns:
             The ids of frozen parameters without a gradient, and the error for an unfrozen parameter, or None. The

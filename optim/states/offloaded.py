@@ -233,9 +233,9 @@ class Offloaded(StatePlacement):
         optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(0.5))  # at least half of the elements
 
     Device memory then holds only the parameter and the gradient of an offloaded element. This saves 8 bytes per element
-    for AdamW's states, and 4 for a master. During a step, a flat bucket of 32 MiB of gradients is also on the device.
-    Pinned CPU memory holds copies of the offloaded parameters and gradients. If the parameters are already on the CPU,
-    they are copied as well.
+    for AdamW's states, and 4 for a master. During a step, the device also holds a flat bucket of gradients, of at most
+    32 MiB, and one of new weights. Pinned CPU memory holds copies of the offloaded parameters and gradients. If the
+    parameters are already on the CPU, they are copied as well.
 
     A step waits on the host for the gradients and for the decision whether it is skipped, so a CUDA graph can't capture
     it.

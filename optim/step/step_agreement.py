@@ -166,7 +166,7 @@ class ParamFacts(NamedTuple):
     """Indices of one rank's parameters whose state in one step must be equal on other ranks.
 
     Args:
-        frozen: Parameters that were frozen since they were added to the optimizer. Default: none.
+        frozen: Parameters that were frozen since param groups were last added or refreshed. Default: none.
         thawed: Parameters that were unfrozen since then, which is an error. Default: none.
         without_gradient: Parameters in `StepAgreement.replicated` without a gradient. Default: none.
     """
@@ -426,7 +426,7 @@ class StepAgreement:
     ) -> int:
         """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
 
-        A parameter that was frozen at the start and requires a gradient now makes the sum differ from 0, because no step
+        A parameter in ``params.thawed``, which was unfrozen without `refresh`, makes the sum differ from 0, because no step
         updates it. Settings that are tensors on a device are compared by `of_tensors` instead.
 
         Collectives: none. Host synchronization: that of `UsedClip.read`.

@@ -539,8 +539,8 @@ class Window:
         """
         if self.phase == "clipped":
             raise RuntimeError(
-                "the gradients of this window have been clipped, and no more can be added to them: call step() or "
-                "zero_grad() before the next backward, and clip after the last micro-batch"
+                "the gradients of this window have been clipped, and no more can be added to them: call step() before the "
+                "next backward, and clip only after the last micro-batch of a window"
             )
         self._check_whole()
         self._check_gradients(params)

@@ -29,7 +29,7 @@ from .step_pair import GRADIENT, UPDATE, WEIGHT, AxisMatch, Cause, Difference, S
 
 
 def first_difference(pair: StepPair) -> Difference | None:
-    """Return the first difference of a step. None: there is none; accepted distances are then remembered."""
+    """Return the first difference of a step, or None. Distances that count as rounding are added to ``pair.accepted``."""
     for compare in (_layout, _weights, _gradients, _decision, _options, _updates):
         found = compare(pair)
         if found is not None:
@@ -394,7 +394,7 @@ def _explanations(
             other = "B" if which == "A" else "A"
             yield (
                 "clipped before",
-                f"this is the clip coefficient of run {which}, so run {other} clips before step",
+                f"this is the clip coefficient of run {which}, so run {other} has clipped its gradients before step()",
                 None,
             )
     if match is not None:

@@ -517,7 +517,7 @@ def weight_with_a_mean(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "the gradients of this window have been clipped ... call step() or zero_grad() before"),
+    Error(RuntimeError, "the gradients of this window have been clipped ... call step() before the next backward"),
     write="clip after the last micro-batch",
 )
 def backward_after_clipping(run: Run) -> None:

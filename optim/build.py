@@ -668,7 +668,7 @@ else:
 
 
 class StepOptions(TypedDict, total=False):
-    """The arguments of `ParallelOptimizer` that a `Booster` passes on unchanged."""
+    """The arguments of `ParallelOptimizer` that `Booster` accepts as ``**options``."""
 
     norm_type: float
     reduction: Reduction

@@ -228,8 +228,8 @@ class StatefulClipper:
             check_gradients(listed, self.registry)
             if _key(listed) != self.key:
                 raise ValueError(
-                    f"{type(clip.rule).__name__} distinguishes parameters, but the list of parameters differs from the "
-                    "list of the first call: give the same list in every call, or make a ClipState for each list"
+                    "the list of parameters differs from the list of the first call with this ClipState of "
+                    f"{type(clip.rule).__name__}: give the same list in every call, or make a ClipState for each list"
                 )
         except (ValueError, TypeError):
             self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)

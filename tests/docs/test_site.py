@@ -94,7 +94,7 @@ def test_site_url_of_a_page_follows_its_file_name(page: str, expected: str) -> N
 
 
 def test_site_urls_are_unique_ignoring_case() -> None:
-    """On file systems that ignore case, two such pages would overwrite each other."""
+    """On a file system that ignores case, pages whose URLs differ only in case would overwrite each other."""
     urls = [HOOKS["url_path"](page).lower() for page in (*HOOKS["pages_of_repository"](), *HOOKS["api_pages"]()[0])]
     assert len({*urls}) == len(urls)
 

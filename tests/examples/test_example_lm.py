@@ -17,8 +17,8 @@ from run_example import (
 )
 from world import World
 
-# 104 paragraphs for training: an epoch has 6 batches of 16, and one of 8. If two batches make a step, the last batch of an
-# epoch has no second one.
+# The 104 training paragraphs make 7 steps per epoch: 6 of 16 paragraphs, and one of 8. With `--accumulate 2`, the last step
+# of an epoch has only one micro-batch.
 FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--depth", "1", "--seed", "3"]
 STEPS = 21
 

@@ -1,6 +1,6 @@
 """The quickstart is short, and prints the same numbers on four processes as in one.
 
-docs/test_readme.py checks that the README shows the file and its output in one process.
+docs/test_readme.py checks that the README shows the file, and docs/test_pages.py that it shows the output of one process.
 """
 
 from __future__ import annotations

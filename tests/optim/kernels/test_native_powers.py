@@ -1,4 +1,5 @@
-"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical on every machine."""
+"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical for all instruction
+sets and numbers of threads."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: I
 
 
 def test_rounding_without_mask_is_bitwise_equal_except_for_nans() -> None:
-    """The first form rounds on a CPU, the second one on a GPU without Triton kernels."""
+    """`_add_noise_by_mask` rounds on a CPU, and `_add_noise_to_default_nans` on a GPU without Triton kernels."""
     flat = values((40_000,), 3)
     noise = torch.randint(-(2**15), 2**15, (40_000,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
     before = flat.clone()

@@ -214,7 +214,7 @@ def steps(topology: Topology, max_norm: float, dense_norm: float, of_rank_1: flo
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_assert_exact_compares_norms_and_parameters_of_steps(world: World, topology: Topology) -> None:
+def test_assert_exact_passes_for_correct_clipped_steps(world: World, topology: Topology) -> None:
     world.run(topology.world_size, steps, topology, 0.5, 0.5)
 
 

@@ -16,7 +16,7 @@ from meshstep.parallel import ProcessGroupRegistry, Topology
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """A wrapper like accelerate's class of that name."""
+    """A wrapper like `accelerate.optimizer.AcceleratedOptimizer`."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -252,7 +252,7 @@ def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world:
 
 
 def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int]) -> tuple[Tensor, Any]:
-    """Train 8 steps over 2 epochs; with ``stop`` save after that step, otherwise load first.
+    """Train 8 steps in 2 epochs. Save after step ``stop``; if ``stop`` is None, load that checkpoint first instead.
 
     Return the full weights, and the loaded extra value, or 0.
     """

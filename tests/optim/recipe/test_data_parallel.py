@@ -106,7 +106,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Check that each shard equals the shard of the first rank that holds it. Return the first difference, or ""."""
+    """Check that each shard now equals the shard that its first rank had before. Return the first difference, or ""."""
     for rank, pieces in enumerate(after):
         for key, tensors in pieces.items():
             pipe = topology.pipe_axes and key[0] != "tied"

@@ -166,7 +166,7 @@ def assert_is_dense(case: Case, results: list[Result]) -> None:
 
 
 def train_by_hand(case: Case, registry: ProcessGroupRegistry) -> Result:
-    """Train without a Booster, with fully_shard applied by hand."""
+    """Train without a Booster. This function itself calls `fully_shard` and passes the stages as ``data_parallel``."""
     piped = Piped(case.kind, case.tied, MESH[case.mesh])
     part = Part(piped, registry)
     schedule = schedule_of(piped, part, registry, loss_fn=loss_sum, scale_grads=False)

@@ -199,7 +199,8 @@ def iterated(weight: Tensor, vector: Tensor) -> tuple[float, Tensor]:
 
 
 def noise(case: Case, gradients: Full, step: int, means: Tensor) -> dict[str, float]:
-    """Return the noise scale from each data rank's local gradients, by the formula of the paper, and update ``means``."""
+    """Return the noise scale from each data rank's local gradients, by the formula of McCandlish et al. (2018); update
+    ``means``."""
     layout, micros = case.layout, max(case.micros, 1)
     topology, replicas = layout.topology, layout.topology.size(*layout.topology.data_axes)
     own = [key for key in gradients if not {*layout.spec(key[0]).named_axes} & {*topology.data_axes}]

@@ -150,7 +150,7 @@ def test_matrices_of_equal_shape_and_different_options_are_orthogonalised_separa
     assert far(stepped(make, False)[0], stepped(make, True)[0]) <= 1e-12
 
 
-def test_parameter_with_other_strides_is_stepped_by_the_formula() -> None:
+def test_step_of_tensors_together_supports_transposed_parameter() -> None:
     def run(together: bool) -> Tensor:
         weight = nn.Parameter(torch.arange(24, dtype=torch.float64).view(4, 6).t())
         inner = Muon([("weight", weight)], lr=0.1, ns_dtype=None)
@@ -174,7 +174,8 @@ def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) ->
 
 @pytest.mark.parametrize("together", [False, True])
 def test_step_counts_are_written_before_the_step_is_finished(together: bool) -> None:
-    """SOAP copies the counts to the host then. A later write would make the copies invalid, so the next step would wait."""
+    """SOAP copies the counts to the host in `finish_step`. A later write would make the copies invalid, so the next step
+    would wait."""
     counts: list[list[float]] = []
 
     class Recorded(SOAP):

@@ -198,7 +198,13 @@ def test_norm_based_optimizers_reject_invalid_options(kind: Any, options: dict[s
 
 
 def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
-    """Assert that all cases equal the dense update. Args: found: Per case, rank and optimizer, the shards."""
+    """Assert that all cases equal the dense update.
+
+    Args:
+        cases: Layouts and names of `STATES`.
+        found: Per case, rank and optimizer, the shards.
+        steps: Number of steps.
+    """
     for (layout, state), by_rank in zip(cases, found, strict=True):
         for index, make in enumerate(EACH):
             own = [of_rank[index] for of_rank in by_rank]
@@ -231,8 +237,9 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
 # Collectives, overflow, precision -------------------------------------------------------------------------------------
 
 
-def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: World) -> None:
-    """The counts are in addition to the collectives of AdamW or SGD."""
+def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: World) -> None:
+    """LAMB, LARS and StableAdamW need one all-reduce over the world. Adafactor and CAME need two per distinct set of ranks
+    that share a tensor. The counts are in addition to the collectives of AdamW or SGD."""
     cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets that share its tensors
         ("one rank", "whole", [0]),
         ("data", "whole", [0, 0]),  # nothing is sharded

@@ -110,7 +110,7 @@ def test_soap_and_shampoo_of_stacks_and_blocks_match_separate_matrices(kind: Any
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
-def test_soap_and_shampoo_keep_one_basis_per_dim_of_tensor(kind: Any) -> None:
+def test_soap_and_shampoo_keep_two_square_matrices_per_dim_of_tensor(kind: Any) -> None:
     kernel = nn.Parameter(torch.randn(4, 3, 2, 2))
     optimizer = kind([kernel], lr=torch.tensor(0.1))
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_owner_rank_optimizers_resume_from_own_state_dict(world: World) -> None:
 
 
 def later_group(kind: str) -> list[str]:
-    """Add a group after states exist; existing states must stay on their owner ranks. Return the states of this rank."""
+    """Add a group after states exist; these states must stay on their owner ranks. Return the states of this rank."""
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)

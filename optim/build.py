@@ -483,7 +483,8 @@ class Setup:
 
         Args:
             completion: The result of `completion`.
-            before: The controller before a param group was added; it is updated and returned. None: there was none.
+            before: The controller before param groups were added or refreshed; it is updated and returned. None: there
+                was none.
         """
         if self.sum_order == "fixed":
             total = self._fixed_order_sum(completion.chain, completion.table.model_plan)

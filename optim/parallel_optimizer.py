@@ -198,7 +198,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _setup: Setup
     _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and its state
-    # `_bind` creates the following objects, and creates them again when a param group is added:
+    # `_bind` creates the following objects, and creates them again when param groups are added or refreshed:
     _table: ParamTable
     _states: TransformChain
     _completion: GradientCompletion

@@ -656,9 +656,9 @@ class Bf16Compression(CommHook):
     reduced in their own dtype: half-precision gradients are already as small, and float64 gradients need their full
     precision.
 
-    Each rank stores its rounding errors per bucket. They are not part of a state dict, and adding a param group may
-    reset them to 0. With a loss scale they are errors of scaled gradients. The error of a non-finite gradient element
-    is set to 0.
+    Each rank stores its rounding errors per bucket. They are not part of a state dict, and `add_param_group` and
+    `refresh` may reset them to 0. With a loss scale they are errors of scaled gradients. The error of a non-finite
+    gradient element is set to 0.
 
     Args:
         error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank. False:

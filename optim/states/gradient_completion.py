@@ -37,8 +37,8 @@ _CHAINS: WeakSet[TransformChain] = WeakSet()
 class GradientCompletion:
     """Reduces an optimizer's gradients at the end of each accumulation window, with checks in the first windows.
 
-    A window is the micro-batches of one optimizer step. `ParallelOptimizer` creates a new object when a param group is
-    added.
+    A window is the micro-batches of one optimizer step. `ParallelOptimizer` creates a new object when param groups are
+    added or refreshed.
 
     Args:
         chain: The parameter transforms.

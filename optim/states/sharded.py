@@ -463,9 +463,10 @@ class Sharded(StatePlacement):
     collectives over a data axis: if a declared layout names the axis, or if the axis does more than split the batch, as
     ``cp`` does.
 
-    Collectives: one object all-gather when the optimizer is made or gets a param group. One reduce-scatter per bucket of
-    32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or micro-batch (ZeRO-2).
-    One all-gather per bucket in each step. With ``sum_order="fixed"``, one all-to-all replaces each reduce-scatter.
+    Collectives: one object all-gather when the optimizer is made, gets a param group or is refreshed. One reduce-scatter
+    per bucket of 32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or
+    micro-batch (ZeRO-2). One all-gather per bucket in each step. With ``sum_order="fixed"``, one all-to-all replaces each
+    reduce-scatter.
     Host synchronization: none.
     Memory in addition to the slices: flat copies of two buckets during these collectives, and of three buckets during
     backward with ``gradients=True``.

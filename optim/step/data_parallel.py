@@ -279,7 +279,7 @@ class FixedOrderSync(GradSyncController):
         return "sum_order='fixed' sums gradients in Python: leave it out"
 
     def renew(self, total: FixedOrderSum) -> None:
-        """Use ``total`` from now on, after a param group was added."""
+        """Use ``total`` from now on, after param groups were added or refreshed."""
         self._total = total
 
 

@@ -12,16 +12,20 @@ class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...amp.casting import copy_each_
 from ...parallel.layout.shard import Shape
+from ..norm.powers import powers_by_torch
+from .batching import PackedTensors, chunks, grouped
 from .optimizer import Slot, Update, WholeOptimizer, moments
-from .tensors import Request, WholeTensors
+from .tensors import Request, WholeTensors, float64_stack
 
 # Factored second moments: the means of a matrix's rows and of its columns ---------------------------------------------
 
@@ -61,6 +65,13 @@ def rms(sum_of_squares: Tensor, shape: Shape) -> Tensor:
     return (sum_of_squares.sum() / max(prod(shape), 1)).sqrt()
 
 
+def rms_of_each(sums_of_squares: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
+    """Return `rms` of each full tensor, given the sum of the squares of all its elements, [tensors]."""
+    means = torch.stack([one.view(()) for one in sums_of_squares])
+    counts = torch._foreach_div(list(means.unbind()), [float(max(prod(shape), 1)) for shape in shapes])
+    return torch.stack(counts).sqrt_()
+
+
 def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
     """Return ``old`` moved toward ``new`` by the fraction ``rate``, in the dtype of ``old``."""
     return old + (new.to(old.dtype) - old) * rate
@@ -75,12 +86,192 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
     return (left * right).reshape(slot.param.shape)
 
 
+# Many tensors with few kernels, as on a GPU ---------------------------------------------------------------------------
+
+# Tensors of equal layouts (`WholeTensors.alike`) are stacked. Their rows and columns are summed by one kernel each.
+# Full-size temporary tensors are computed for a `Chunk` of tensors at a time, and again where they are needed again.
+
+
+class FactoredOptimizer(WholeOptimizer):
+    """The base class of Adafactor and CAME, with the parts of a step of many tensors with few kernels."""
+
+    def shape_of(self, slot: Slot) -> Shape:
+        """Return the shape of the full tensor."""
+        return self.tensors.tensors[slot.position].shape
+
+    def is_factored(self, slot: Slot) -> bool:
+        """Return True if the second moment of the tensor is factored into rows and columns."""
+        return is_factored(self.shape_of(slot))
+
+    def sums(
+        self,
+        slots: Sequence[Slot],
+        requests: Callable[[Slot], Iterator[Request]],
+        together: Mapping[int, Sequence[Tensor]],
+    ) -> dict[int, list[Tensor]]:
+        """Return the sums that ``requests`` yields for each slot, by position. `WholeTensors.sums` has the collectives.
+
+        ``together`` has this rank's parts of these sums, by position, for slots that are stepped together.
+        """
+        positions, local = list[int](), list[Tensor]()
+        for slot in slots:
+            own = together.get(slot.position)
+            for part in (self.tensors.local_sum(*request) for request in requests(slot)) if own is None else own:
+                positions.append(slot.position)
+                local.append(part)
+        found: dict[int, list[Tensor]] = {slot.position: [] for slot in slots}
+        for position, total_sum in zip(positions, self.tensors.add_up(positions, local), strict=True):
+            found[position].append(total_sum)
+        return found
+
+    def gradient_squares(self, slots: Sequence[Slot]) -> dict[int, list[Tensor]]:
+        """Return this rank's parts of the sums of squares per row and per column of factored gradients, by position.
+
+        The list of a tensor that is not factored is empty.
+        """
+        found: dict[int, list[Tensor]] = {slot.position: [] for slot in slots}
+        factored = [slot for slot in slots if self.is_factored(slot)]
+        for alike in grouped(factored, lambda slot: (slot.param.device, slot.param.dtype)).values():
+            grads = {slot.position: slot.grad for slot in alike}
+            for positions in self.tensors.alike(grads):
+                own = [grads[position] for position in positions]
+                stack = float64_stack(own if self.tensors.contributes(positions[0]) else [own[0][:0]] * len(own))
+                self.add_row_and_column_sums(found, positions, stack, square=True)
+        return found
+
+    def add_row_and_column_sums(
+        self, found: Mapping[int, list[Tensor]], positions: Sequence[int], stack: Tensor, square: bool
+    ) -> None:
+        """Append the results of `WholeTensors.local_stack_sums` per row, then per column, to the list of each position."""
+        dims = len(self.tensors.tensors[positions[0]].shape)
+        for dim in (dims - 1, dims - 2):
+            for position, part in zip(
+                positions, self.tensors.local_stack_sums(positions, stack, (dim,), square), strict=True
+            ):
+                found[position].append(part)
+
+    def chunks_of(self, slots: Sequence[Slot]) -> Iterator[Chunk]:
+        """Yield the slots in chunks, each of one param group, device and dtype."""
+        by_kind = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
+        for kind in by_kind:
+            by_position = {slot.position: slot for slot in kind}
+            positions = [slot.position for slot in kind if self.is_factored(slot)]
+            # a stack is not divided, because its sums must not depend on other stacks
+            parts = [[by_position[position] for position in own] for own in self.tensors.alike(positions)]
+            parts += [[slot] for slot in kind if not self.is_factored(slot)]
+            for chunk in chunks(parts, lambda part: sum(slot.param.numel() for slot in part)):
+                stacks = [part for part in chunk if self.is_factored(part[0])]
+                yield Chunk([slot for part in chunk for slot in part], stacks)
+
+    def packed(self, chunk: Chunk) -> PackedTensors:
+        """Return uninitialised tensors of the shapes of the chunk's slots. The stacks' keys are their first positions."""
+        stack_of = {slot.position: stack[0].position for stack in chunk.stacks for slot in stack}
+        keys = [stack_of.get(slot.position, (slot.param.numel(),)) for slot in chunk.slots]
+        param = chunk.slots[0].param
+        return PackedTensors([slot.param.shape for slot in chunk.slots], param.dtype, param.device, keys)
+
+    def write_products(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], into: PackedTensors) -> None:
+        """Write the product of the rows' and the columns' factors of each factored tensor into a result of `packed`.
+
+        ``factors`` has a result of `stacked_factors` per stack of the chunk.
+        """
+        for stack, (left, right) in zip(chunk.stacks, factors, strict=True):
+            position = stack[0].position
+            self.tensors.outer_products(position, left, right, into.stacks[position][1])
+
+    def move(self, old: Sequence[Tensor], new: PackedTensors, rate: float | Tensor) -> None:
+        """Move each tensor of ``old`` in place toward ``new`` by a fraction, unless the step is skipped.
+
+        Args:
+            old: The tensors to change, with the dtype of ``new``.
+            new: The targets; overwritten.
+            rate: The fraction, or one fraction per tensor, [tensors].
+        """
+        torch._foreach_sub_(new.tensors, list(old))
+        if isinstance(rate, Tensor):
+            new.multiply(rate)
+        self.descend_each(old, new.tensors, -1.0 if isinstance(rate, Tensor) else -rate)
+
+    def means(self, slots: Sequence[Slot], sums: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+        """Return the means per row and per column of factored tensors: [rows, columns] of the first slot, and so on.
+
+        ``sums`` has the sums per row and per column, by position; overwritten.
+        """
+        found = [part for slot in slots for part in sums[slot.position]]
+        lengths = [self.shape_of(slot)[dim] for slot in slots for dim in (-1, -2)]
+        if found:
+            torch._foreach_div_(found, [float(max(length, 1)) for length in lengths])
+        return found
+
+    def move_means(
+        self, slots: Sequence[Slot], names: tuple[str, str], means: Sequence[Tensor], rate: float | Tensor
+    ) -> None:
+        """Move states of factored tensors in place toward new means, unless the step is skipped.
+
+        Args:
+            slots: The slots.
+            names: Names of the states with the means per row and per column.
+            means: The new means, [rows, columns] of the first slot, and so on.
+            rate: The fraction, or one fraction per slot, [slots].
+        """
+        old = [slot.state[name] for slot in slots for name in names]
+        rates = rate.repeat_interleave(2).unbind() if isinstance(rate, Tensor) else ()
+        for (device, dtype), indices in grouped(
+            range(len(old)), lambda index: (old[index].device, old[index].dtype)
+        ).items():
+            new = PackedTensors([old[index].shape for index in indices], dtype, device)
+            new.fill([means[index] for index in indices])
+            those = torch.stack([rates[index] for index in indices]) if isinstance(rate, Tensor) else rate
+            self.move([old[index] for index in indices], new, those)
+
+
+@dataclass
+class Chunk:
+    """Slots of one param group, device and dtype that are computed together.
+
+    Args:
+        slots: The slots.
+        stacks: The factored slots among them, in lists of equal layouts.
+    """
+
+    slots: list[Slot]
+    stacks: list[list[Slot]]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.slots[0].group
+
+    @property
+    def factored(self) -> list[Slot]:
+        return [slot for stack in self.stacks for slot in stack]
+
+    @property
+    def others(self) -> list[Slot]:
+        return self.slots[len(self.factored) :]
+
+
+def stacked_factors(stack: Sequence[Slot], rows: str, columns: str, least: float | None) -> tuple[Tensor, Tensor]:
+    """Return (row means / their mean, column means) of slots with equal layouts.
+
+    Args:
+        stack: The slots.
+        rows, columns: Names of the states that have the means.
+        least: Lower limit of the mean of the row means. None: no limit.
+    """
+    left, right = (torch.stack([slot.state[key] for slot in stack]) for key in (rows, columns))
+    # one sum per matrix, which does not depend on the other matrices: bitwise identical on all ranks
+    matrices = left.flatten(0, -3).unbind()
+    means = left.new_zeros(0) if not matrices else powers_by_torch(matrices, 1.0) / max(left.size(-2), 1)
+    means = means.to(left.dtype).view(*left.shape[:-2], 1, 1)
+    return left.div_(means if least is None else means.clamp_(min=least)), right
+
+
 # Adafactor ------------------------------------------------------------------------------------------------------------
 
 Moments = Mapping[str, Tensor]
 
 
-class Adafactor(WholeOptimizer):
+class Adafactor(FactoredOptimizer):
     """Adafactor, with the defaults of `torch.optim.Adafactor`.
 
         optimizer = ParallelOptimizer(Adafactor(model.parameters()), registry, max_norm=1.0)
@@ -103,6 +294,8 @@ class Adafactor(WholeOptimizer):
 
     Collectives: per step, two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
+    Memory: on a GPU, in a step, the unscaled gradients, and about 200 MB or four more tensors of the size of the largest
+        parameter.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
@@ -134,36 +327,55 @@ class Adafactor(WholeOptimizer):
         return {"row_var": rows, "col_var": columns}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        measured = iter(self.tensors.sums(self._squares(slots)))
-        sizes, moments = dict[int, Tensor](), dict[int, Moments]()
-        for slot in slots:
-            sizes[slot.position] = rms(next(measured), self._shape(slot))
-            moments[slot.position] = self._moments(slot, measured)
-        of_updates = self.tensors.sums(
-            total(slot.position, self._update(slot, moments[slot.position]).double().square(), self._shape(slot))
-            for slot in slots
-        )
-        measured = iter(of_updates)
-        for slot in slots:
-            group, u, squares = slot.group, self._update(slot, moments[slot.position]), next(measured)
-            rate = sizes[slot.position].clamp(min=group["eps"][1]) * slot.step.rsqrt().clamp(max=group["lr"])
-            rate = rate / (rms(squares, self._shape(slot)) / group["d"]).clamp(min=1)
+        kinds = grouped(slots, lambda slot: slot.is_batched)
+        together, single = kinds.get(True, []), kinds.get(False, [])
+        chunks = list(self.chunks_of(together))
+        sums = self.sums(slots, self._squares, self._squares_together(together))
+        sizes = {slot.position: sums[slot.position].pop(0) for slot in slots}  # sums of squares of the parameters
+        moments = {slot.position: self._moments(slot, iter(sums[slot.position])) for slot in single}
+        self._write_moments(chunks, sums)
+        factors = [
+            [stacked_factors(stack, "row_var", "col_var", self._least(stack[0])) for stack in chunk.stacks]
+            for chunk in chunks
+        ]
+        powers = dict[int, list[Tensor]]()
+        for chunk, of_chunk in zip(chunks, factors, strict=True):
+            found = self.tensors.local_powers(
+                [slot.position for slot in chunk.slots], self._updates_of(chunk, of_chunk).tensors
+            )
+            powers.update((slot.position, [power]) for slot, power in zip(chunk.slots, found, strict=True))
+
+        def of_update(slot: Slot) -> Iterator[Request]:
+            u = self._update(slot, moments[slot.position])
+            yield total(slot.position, u.double().square(), self.shape_of(slot))
+
+        squares = {position: own[0] for position, own in self.sums(slots, of_update, powers).items()}
+        for slot in single:
+            group, u, shape = slot.group, self._update(slot, moments[slot.position]), self.shape_of(slot)
+            rate = rms(sizes[slot.position], shape).clamp(min=group["eps"][1]) * slot.step.rsqrt().clamp(
+                max=group["lr"]
+            )
+            rate = rate / (rms(squares[slot.position], shape) / group["d"]).clamp(min=1)
             param = slot.param * (1 - group["lr"] * group["weight_decay"]) - rate * u
             yield Update(slot, param, moments[slot.position])
+        for chunk, of_chunk in zip(chunks, factors, strict=True):
+            u_of_chunk, lr = self._updates_of(chunk, of_chunk), chunk.group["lr"]
+            u_of_chunk.multiply(self._relative_rates(chunk, sizes, squares))
+            params = [slot.param for slot in chunk.slots]
+            self.descend_each(params, u_of_chunk.tensors, lr, chunk.group["weight_decay"])
+            yield from (Update(slot, slot.param, {}) for slot in chunk.slots)
 
-    def _shape(self, slot: Slot) -> tuple[int, ...]:
-        return self.tensors.tensors[slot.position].shape
+    # One tensor after the other -------------------------------------------------------------------------------------
 
-    def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Yield requests for the sum of squares of each parameter, and of each row and column of factored gradients."""
-        for slot in slots:
-            shape = self._shape(slot)
-            yield total(slot.position, slot.param.double().square(), shape)
-            if is_factored(shape):
-                yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
+    def _squares(self, slot: Slot) -> Iterator[Request]:
+        """Yield requests for the sum of squares of a parameter, and of each row and column of a factored gradient."""
+        shape = self.shape_of(slot)
+        yield total(slot.position, slot.param.double().square(), shape)
+        if is_factored(shape):
+            yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
 
     def _moments(self, slot: Slot, sums: Iterator[Tensor]) -> Moments:
-        shape, rate = self._shape(slot), slot.step ** slot.group["beta2_decay"]
+        shape, rate = self.shape_of(slot), slot.step ** slot.group["beta2_decay"]
         if not is_factored(shape):
             return {"variance": toward(slot.state["variance"], slot.grad.square(), rate)}
         rows, columns = next(sums) / shape[-1], next(sums) / shape[-2]
@@ -174,15 +386,63 @@ class Adafactor(WholeOptimizer):
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
         """Return this rank's shard of gradient / sqrt(second moment). ``moments`` has the slot's new second moments."""
-        eps = slot.group["eps"][0]
-        if eps is None:
-            eps = torch.finfo(slot.param.dtype).eps
+        eps = self._least(slot)
         if "variance" in moments:
             v = moments["variance"]
         else:
             rows = moments["row_var"]
             v = outer(self.tensors, slot, rows / rows.mean(-2, keepdim=True).clamp(min=eps), moments["col_var"])
         return slot.grad * v.clamp(min=eps * eps).rsqrt()
+
+    def _least(self, slot: Slot) -> float:
+        """Return the lower limit of the square root of a second moment."""
+        eps: float | None = slot.group["eps"][0]
+        return torch.finfo(slot.param.dtype).eps if eps is None else eps
+
+    # Many tensors with few kernels ----------------------------------------------------------------------------------
+
+    def _squares_together(self, slots: Sequence[Slot]) -> dict[int, list[Tensor]]:
+        """Return this rank's parts of the sums that `_squares` requests, by position."""
+        powers = self.tensors.local_powers([slot.position for slot in slots], [slot.param for slot in slots])
+        of_gradients = self.gradient_squares(slots)
+        return {slot.position: [power, *of_gradients[slot.position]] for slot, power in zip(slots, powers, strict=True)}
+
+    def _write_moments(self, chunks: Sequence[Chunk], sums: Mapping[int, Sequence[Tensor]]) -> None:
+        """Change the second moments in place. ``sums`` has sums of squares per row and per column, by position."""
+        for chunk in chunks:
+            rates = _steps(chunk.slots) ** chunk.group["beta2_decay"]
+            if chunk.factored:
+                means = self.means(chunk.factored, sums)
+                self.move_means(chunk.factored, ("row_var", "col_var"), means, rates[: len(chunk.factored)])
+            if chunk.others:
+                param = chunk.others[0].param
+                new = PackedTensors([slot.param.shape for slot in chunk.others], param.dtype, param.device)
+                new.fill([slot.grad for slot in chunk.others]).flat.square_()
+                self.move([slot.state["variance"] for slot in chunk.others], new, rates[len(chunk.factored) :])
+
+    def _updates_of(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]]) -> PackedTensors:
+        """Return `_update` of each slot. ``factors`` has the `stacked_factors` of the chunk's stacks."""
+        made = self.packed(chunk)
+        self.write_products(chunk, factors, made)
+        copy_each_(made.tensors[len(chunk.factored) :], [slot.state["variance"] for slot in chunk.others])
+        made.flat.clamp_(min=self._least(chunk.slots[0]) ** 2).rsqrt_()
+        torch._foreach_mul_(made.tensors, [slot.grad for slot in chunk.slots])
+        return made
+
+    def _relative_rates(self, chunk: Chunk, sizes: Mapping[int, Tensor], squares: Mapping[int, Tensor]) -> Tensor:
+        """Return the rate of each slot, divided by the learning rate; finite for a learning rate of 0."""
+        group = chunk.group
+        of_params, of_updates = (
+            rms_of_each([found[slot.position] for slot in chunk.slots], [self.shape_of(slot) for slot in chunk.slots])
+            for found in (sizes, squares)
+        )
+        rates: Tensor = of_params.clamp(min=group["eps"][1]) * (_steps(chunk.slots).rsqrt() / group["lr"]).clamp(max=1)
+        return rates.div_((of_updates / group["d"]).clamp(min=1))
+
+
+def _steps(slots: Sequence[Slot]) -> Tensor:
+    """Return the number of steps of each slot, including the present one, [slots]."""
+    return torch.stack([slot.step for slot in slots])
 
 
 # CAME -----------------------------------------------------------------------------------------------------------------
@@ -203,7 +463,7 @@ class Adafactor(WholeOptimizer):
 # in the same all-reduce as RMS(u).
 
 
-class CAME(WholeOptimizer):
+class CAME(FactoredOptimizer):
     """CAME, with the defaults of its authors' package ``came_pytorch``.
 
         optimizer = ParallelOptimizer(CAME(model.parameters(), lr=2e-4), registry, max_norm=1.0)
@@ -227,6 +487,8 @@ class CAME(WholeOptimizer):
 
     Collectives: per step, at most two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
+    Memory: on a GPU, in a step, the unscaled gradients, and about 300 MB or seven more tensors of the size of the largest
+        parameter.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset(
@@ -259,7 +521,7 @@ class CAME(WholeOptimizer):
         super().__init__(params, defaults)
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        shape = self._shape(slot)
+        shape = self.shape_of(slot)
         if not is_factored(shape):
             return moments(slot)
         state = {"exp_avg": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
@@ -268,12 +530,20 @@ class CAME(WholeOptimizer):
         return state
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        measured = iter(self.tensors.sums(self._squares(slots)))
-        moments = {slot.position: self._moments(slot, measured) for slot in slots}
-        measured = iter(self.tensors.sums(self._residuals(slots, moments)))
-        for slot in slots:
-            group, shape, u = slot.group, self._shape(slot), self._update(slot, moments[slot.position])
-            beta1, state = group["betas"][0], dict(moments[slot.position])
+        kinds = grouped(slots, lambda slot: slot.is_batched)
+        together, single = kinds.get(True, []), kinds.get(False, [])
+        chunks = list(self.chunks_of(together))
+        sums = self.sums(slots, self._squares, self.gradient_squares(together))
+        moments = {slot.position: self._moments(slot, iter(sums[slot.position])) for slot in single}
+        self._write_moments(chunks, sums)
+        factors = [[_inverse_roots(stack, "sq") for stack in chunk.stacks] for chunk in chunks]
+        parts = dict[int, list[Tensor]]()
+        for chunk, of_chunk in zip(chunks, factors, strict=True):
+            parts |= self._residuals_together(chunk, self._updates_of(chunk, of_chunk))
+        sums = self.sums(slots, lambda slot: self._residuals(slot, moments[slot.position]), parts)
+        for slot in single:
+            group, shape, u = slot.group, self.shape_of(slot), self._update(slot, moments[slot.position])
+            beta1, state, measured = group["betas"][0], dict(moments[slot.position]), iter(sums[slot.position])
             uu = [next(measured) for _ in range(2 if is_factored(shape) else 1)]
             k = (rms(uu[0], shape) / group["clip_threshold"]).clamp(min=1)
             descent = state["exp_avg"] = toward(slot.state["exp_avg"], u / k, 1 - beta1)
@@ -282,18 +552,19 @@ class CAME(WholeOptimizer):
                 descent = descent * self._inverse_root(slot, state, "res")
             param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * descent
             yield Update(slot, param, state)
+        for chunk, of_chunk in zip(chunks, factors, strict=True):
+            self._descend_together(chunk, of_chunk, sums)
+            yield from (Update(slot, slot.param, {}) for slot in chunk.slots)
 
-    def _shape(self, slot: Slot) -> tuple[int, ...]:
-        return self.tensors.tensors[slot.position].shape
+    # One tensor after the other -------------------------------------------------------------------------------------
 
-    def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Yield requests for the sum of squares of each row and column of each gradient with two or more dims."""
-        for slot in slots:
-            if is_factored(shape := self._shape(slot)):
-                yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
+    def _squares(self, slot: Slot) -> Iterator[Request]:
+        """Yield requests for the sum of squares of each row and column of a gradient with two or more dims."""
+        if is_factored(shape := self.shape_of(slot)):
+            yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
 
     def _moments(self, slot: Slot, sums: Iterator[Tensor]) -> Moments:
-        shape, rate, eps = self._shape(slot), 1 - slot.group["betas"][1], slot.group["eps"][0]
+        shape, rate, eps = self.shape_of(slot), 1 - slot.group["betas"][1], slot.group["eps"][0]
         if not is_factored(shape):
             return {"exp_avg_sq": toward(slot.state["exp_avg_sq"], slot.grad.square() + eps, rate)}
         means = {"exp_avg_sq_row": next(sums) / shape[-1] + eps, "exp_avg_sq_col": next(sums) / shape[-2] + eps}
@@ -309,20 +580,19 @@ class CAME(WholeOptimizer):
         rows, columns = moments[f"exp_avg_{what}_row"], moments[f"exp_avg_{what}_col"]
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
-    def _residuals(self, slots: Sequence[Slot], moments: Mapping[int, Moments]) -> Iterator[Request]:
-        """Yield requests for the sums of u^2, e^2 and e u per row and column of each factored tensor.
+    def _residuals(self, slot: Slot, moments: Moments) -> Iterator[Request]:
+        """Yield requests for the sums of u^2, e^2 and e u per row and column of a factored tensor.
 
-        For other tensors, yield a request for the sum of u^2. u is the scaled gradient, gradient / sqrt(second moment),
+        For another tensor, yield a request for the sum of u^2. u is the scaled gradient, gradient / sqrt(second moment),
         and e is u minus the old momentum.
         """
-        for slot in slots:
-            shape, u = self._shape(slot), self._update(slot, moments[slot.position]).double()
-            if not is_factored(shape):
-                yield total(slot.position, u.square(), shape)
-                continue
-            e = u - slot.state["exp_avg"].double()
-            for product in (u.square(), e.square(), e * u):
-                yield from row_and_column_sums(slot.position, product, shape)
+        shape, u = self.shape_of(slot), self._update(slot, moments).double()
+        if not is_factored(shape):
+            yield total(slot.position, u.square(), shape)
+            return
+        e = u - slot.state["exp_avg"].double()
+        for product in (u.square(), e.square(), e * u):
+            yield from row_and_column_sums(slot.position, product, shape)
 
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
         """Return the new means per row and per column of the squared differences between scaled gradient and momentum.
@@ -335,7 +605,7 @@ class CAME(WholeOptimizer):
             uu: The sums of u^2 per row and per column.
             sums: Yields the sums of e^2 and of e u, each per row and per column. e is u minus the old momentum.
         """
-        shape, (beta1, _, beta3) = self._shape(slot), slot.group["betas"]
+        shape, (beta1, _, beta3) = self.shape_of(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
         found = {}
         for index, (along, length) in enumerate((("row", shape[-1]), ("col", shape[-2]))):
@@ -343,3 +613,101 @@ class CAME(WholeOptimizer):
             mean = beta1**2 * squares / length + slot.group["eps"][1]
             found[f"exp_avg_res_{along}"] = toward(slot.state[f"exp_avg_res_{along}"], mean, 1 - beta3)
         return found
+
+    # Many tensors with few kernels ----------------------------------------------------------------------------------
+
+    def _write_moments(self, chunks: Sequence[Chunk], sums: Mapping[int, Sequence[Tensor]]) -> None:
+        """Change the second moments in place. ``sums`` has sums of squares per row and per column, by position."""
+        for chunk in chunks:
+            rate, eps = 1 - chunk.group["betas"][1], chunk.group["eps"][0]
+            if chunk.factored:
+                means = self.means(chunk.factored, sums)
+                torch._foreach_add_(means, eps)
+                self.move_means(chunk.factored, ("exp_avg_sq_row", "exp_avg_sq_col"), means, rate)
+            if chunk.others:
+                param = chunk.others[0].param
+                new = PackedTensors([slot.param.shape for slot in chunk.others], param.dtype, param.device)
+                new.fill([slot.grad for slot in chunk.others]).flat.square_().add_(eps)
+                self.move([slot.state["exp_avg_sq"] for slot in chunk.others], new, rate)
+
+    def _updates_of(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]]) -> PackedTensors:
+        """Return `_update` of each slot. ``factors`` has the `_inverse_roots` of the chunk's stacks."""
+        made = self.packed(chunk)
+        self.write_products(chunk, factors, made)
+        if others := made.tensors[len(chunk.factored) :]:
+            copy_each_(others, [slot.state["exp_avg_sq"] for slot in chunk.others])
+            torch._foreach_rsqrt_(others)
+        torch._foreach_mul_(made.tensors, [slot.grad for slot in chunk.slots])
+        return made
+
+    def _residuals_together(self, chunk: Chunk, updates: PackedTensors) -> dict[int, list[Tensor]]:
+        """Return this rank's parts of the sums that `_residuals` requests, by position."""
+        others = [slot.position for slot in chunk.others]
+        powers = self.tensors.local_powers(others, updates.tensors[len(chunk.factored) :])
+        found = {position: [power] for position, power in zip(others, powers, strict=True)}
+        for stack in chunk.stacks:
+            positions, numel = [slot.position for slot in stack], stack[0].param.numel()
+            found.update((position, []) for position in positions)
+            numel = numel if self.tensors.contributes(positions[0]) else 0
+            u = updates.stacks[positions[0]][1][:, :numel].double()
+            e = float64_stack([slot.state["exp_avg"].view(-1)[:numel] for slot in stack])
+            torch.sub(u, e, out=e)
+            self.add_row_and_column_sums(found, positions, u, square=True)
+            self.add_row_and_column_sums(found, positions, e, square=True)
+            self.add_row_and_column_sums(found, positions, u.mul_(e), square=False)
+        return found
+
+    def _descend_together(
+        self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], sums: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Change momentum, squared differences and parameters in place.
+
+        Args:
+            chunk: The slots.
+            factors: The `_inverse_roots` of the chunk's stacks.
+            sums: The sums that `_residuals` requests, by position.
+        """
+        group, factored, momenta = chunk.group, chunk.factored, [slot.state["exp_avg"] for slot in chunk.slots]
+        # the sum of u^2 per row adds up to the sum of u^2
+        powers = [sums[slot.position][0] for slot in chunk.slots]
+        means = rms_of_each(list(powers_by_torch(powers, 1.0).unbind()), [self.shape_of(slot) for slot in chunk.slots])
+        k = (means / group["clip_threshold"]).clamp(min=1)
+        made = self._updates_of(chunk, factors)
+        made.multiply(k.reciprocal())
+        self.move(momenta, made, 1 - group["betas"][0])
+        along = momenta[len(factored) :]
+        if factored:
+            self._write_instability(factored, 1 - k[: len(factored)].reciprocal(), sums)
+            self.write_products(chunk, [_inverse_roots(stack, "res") for stack in chunk.stacks], made)
+            torch._foreach_mul_(made.tensors[: len(factored)], momenta[: len(factored)])
+            along = [*made.tensors[: len(factored)], *along]
+        self.descend_each([slot.param for slot in chunk.slots], along, group["lr"], group["weight_decay"])
+
+    def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
+        """Change the means of the squared differences in place, as `_instability` computes them for each slot.
+
+        Args:
+            slots: Factored slots of one param group.
+            a: `_instability`'s argument for each slot, [slots].
+            sums: The sums that `_residuals` requests, by position.
+        """
+        group, rates = slots[0].group, a.repeat_interleave(2)
+        uu, ee, eu = ([one for slot in slots for one in sums[slot.position][which : which + 2]] for which in (0, 2, 4))
+        squares, products, updates = (
+            PackedTensors([one.shape for one in part], part[0].dtype, part[0].device).fill(part)
+            for part in (ee, eu, uu)
+        )
+        products.multiply(-2 * rates)
+        updates.multiply(rates.square())
+        squares.flat.add_(products.flat).add_(updates.flat).clamp_(min=0).mul_(group["betas"][0] ** 2)
+        means = self.means(
+            slots, {slot.position: squares.tensors[2 * at : 2 * at + 2] for at, slot in enumerate(slots)}
+        )
+        torch._foreach_add_(means, group["eps"][1])
+        self.move_means(slots, ("exp_avg_res_row", "exp_avg_res_col"), means, 1 - group["betas"][2])
+
+
+def _inverse_roots(stack: Sequence[Slot], what: str) -> tuple[Tensor, Tensor]:
+    """Return the two factors of 1 / sqrt(second moment) of slots with equal layouts, as `stacked_factors` does."""
+    left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
+    return left.rsqrt_(), right.rsqrt_()

@@ -8,16 +8,22 @@ tensors in the cache are worth more, so tensors are stepped one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+
+from ...amp.casting import copy_each_
 
 if TYPE_CHECKING:
     from .optimizer import Slot
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+
+CHUNK = 2**23
+"""Largest number of elements whose temporary tensors are in memory at the same time, unless one tensor is larger."""
 
 
 def batches_on(device: torch.device) -> bool:
@@ -50,6 +56,77 @@ def zeros_like_each(tensors: Sequence[Tensor]) -> list[Tensor]:
         for index, part in zip(indices, parts, strict=True):
             found[index] = part[: tensors[index].numel()].view(tensors[index].shape)
     return [found[index] for index in range(len(tensors))]
+
+
+# Tensors in one buffer ------------------------------------------------------------------------------------------------
+
+
+def chunks(items: Sequence[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in lists of at most `CHUNK` elements, or of one larger item. ``numel`` counts an item's elements."""
+    chunk, held = list[T](), 0
+    for item in items:
+        if chunk and held + numel(item) > CHUNK:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(item)
+        held += numel(item)
+    if chunk:
+        yield chunk
+
+
+class PackedTensors:
+    """Uninitialised tensors in one flat buffer, in which tensors with equal keys are next to each other.
+
+    One kernel changes all elements, or multiplies all tensors of a key by a number each.
+
+    Args:
+        shapes: Shapes of the tensors.
+        dtype, device: Of the buffer.
+        keys: One key per tensor. Tensors with equal keys must have equal numbers of elements. None: these numbers.
+
+    Attributes:
+        flat: The buffer. Elements between two tensors have no meaning.
+        tensors: The tensors, in the order of ``shapes``.
+        stacks: {key: (indices of its tensors, buffer of these tensors [tensors, at least their number of elements])}.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        keys: Sequence[Hashable] | None = None,
+    ) -> None:
+        numels = [prod(shape) for shape in shapes]
+        by_key = grouped(range(len(shapes)), lambda index: numels[index] if keys is None else keys[index])
+        # multiples of 64 elements, because kernels are faster with aligned tensors
+        padded = {key: -(-numels[indices[0]] // 64) * 64 for key, indices in by_key.items()}
+        sizes = [padded[key] * len(indices) for key, indices in by_key.items()]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        self.stacks: dict[Hashable, tuple[list[int], Tensor]] = {}
+        found: dict[int, Tensor] = {}
+        for (key, indices), block in zip(by_key.items(), self.flat.split(sizes), strict=True):
+            stack = block.view(len(indices), padded[key])
+            self.stacks[key] = indices, stack
+            for index, row in zip(indices, stack.unbind(), strict=True):
+                found[index] = row[: numels[index]].view(tuple(shapes[index]))
+        self.tensors = [found[index] for index in range(len(shapes))]
+        self._order = [index for indices in by_key.values() for index in indices]
+
+    def fill(self, sources: Sequence[Tensor]) -> PackedTensors:
+        """Copy one source into each tensor, and return self."""
+        copy_each_(self.tensors, sources)
+        return self
+
+    def multiply(self, factors: Tensor) -> None:
+        """Multiply each tensor in place by one number of ``factors``, [tensors]."""
+        each = factors.to(self.flat.dtype)
+        if self._order != sorted(self._order):
+            rows = each.unbind()
+            each = torch.stack([rows[index] for index in self._order])
+        stacks = [stack for _, stack in self.stacks.values()]
+        for stack, part in zip(stacks, each.split([len(stack) for stack in stacks]), strict=True):
+            stack.mul_(part.unsqueeze(1))
 
 
 # Lazily computed tensors ----------------------------------------------------------------------------------------------

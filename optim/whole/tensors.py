@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...amp.casting import copy_each_
 from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.powers import powers_by_torch
-from .batching import grouped, is_batched
+from .batching import chunks, grouped, is_batched
 
 # Assignment of elements to ranks --------------------------------------------------------------------------------------
 
@@ -393,16 +394,35 @@ class WholeTensors:
         if not piece.is_contiguous():
             yield from self._cut(position, piece, boxes)
             return
-        key = position, piece.shape, boxes
+        begin = piece.storage_offset()
+        for box, shape, strides, offset in self._cut_once(position, piece.shape, boxes):
+            yield box, piece.as_strided(shape, strides, begin + offset)
+
+    def views_of_stack(self, position: int, stack: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
+        """Yield (box, view [tensors, ...] of ``stack``) for the same boxes as `views`.
+
+        Args:
+            position: Index of a stepped tensor over all param groups. The others of the stack must have equal layouts, as
+                the lists of `alike` do.
+            stack: [tensors, at least the stepped tensor's number of elements].
+            boxes: Boxes of the full tensor.
+        """
+        begin, shape = stack.storage_offset(), torch.Size(self.piece_shape(position))
+        for box, sizes, strides, offset in self._cut_once(position, shape, tuple(boxes)):
+            yield box, stack.as_strided((len(stack), *sizes), (stack.stride(0), *strides), begin + offset)
+
+    def _cut_once(
+        self, position: int, shape: torch.Size, boxes: tuple[Box, ...]
+    ) -> list[tuple[Box, torch.Size, tuple[int, ...], int]]:
+        """Return (box, shape, strides, offset) of the views of a contiguous tensor of ``shape``."""
+        key = position, shape, boxes
         if key not in self._cuts:  # the offsets are the same in every step
-            template = torch.empty(piece.shape, device="meta")
+            template = torch.empty(shape, device="meta")
             self._cuts[key] = [
                 (box, part.shape, part.stride(), int(part.storage_offset()))
                 for box, part in self._cut(position, template, boxes)
             ]
-        begin = piece.storage_offset()
-        for box, shape, strides, offset in self._cuts[key]:
-            yield box, piece.as_strided(shape, strides, begin + offset)
+        return self._cuts[key]
 
     def _cut(self, position: int, piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
         parts = self.rectangles(position, piece)
@@ -493,8 +513,18 @@ class WholeTensors:
         """
         results, positions = list[Tensor](), list[int]()
         for position, value, dims in requests:
-            results.append(self._local_sum(position, value, dims))
+            results.append(self.local_sum(position, value, dims))
             positions.append(position)
+        return self.add_up(positions, results)
+
+    def add_up(self, positions: Sequence[int], local: Sequence[Tensor]) -> list[Tensor]:
+        """Return sums of full tensors, given this rank's part of each sum. `sums` describes the collectives.
+
+        Args:
+            positions: Per sum, the index of a stepped tensor over all param groups.
+            local: Per sum, this rank's part, float64: a result of `local_sum`, `local_powers` or `local_stack_sums`.
+        """
+        results = list(local)
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for index, position in enumerate(positions):
             if self._canonical_boxes[position] is not None:
@@ -509,7 +539,8 @@ class WholeTensors:
                 results[index] = part.view(results[index].shape).to(results[index].device)
         return results
 
-    def _local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
+    def local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return this rank's part of a sum of `sums`."""
         shape, canonical_boxes = self.tensors[position].shape, self._canonical_boxes[position]
         whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
         if canonical_boxes is None:
@@ -520,6 +551,107 @@ class WholeTensors:
             at = Box(tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets)), tuple(summed.shape))
             narrowed(result, at).add_(summed)
         return result
+
+    # Sums of many tensors, with few kernels -------------------------------------------------------------------------
+
+    @cached_property
+    def _layouts(self) -> list[int]:
+        """Return a number per position. It is equal for full tensors of the same shape, dtype and ranks whose shards on
+        this rank have the same region and shape. If all these ranks hold all elements, regions don't matter."""
+        numbers: dict[Any, int] = {}
+        found = []
+        for tensor, region, shape, boxes in zip(
+            self.tensors, self._regions, self._shapes, self._canonical_boxes, strict=True
+        ):
+            key: tuple[Any, ...] = tensor.ranks, tensor.dtype, tensor.shape
+            if boxes is not None:
+                key = *key, region, shape, tuple(boxes)
+            found.append(numbers.setdefault(key, len(numbers)))
+        return found
+
+    def alike(self, positions: Iterable[int]) -> list[list[int]]:
+        """Return the positions in lists of equal layouts, each of at most `batching.CHUNK` elements or one position.
+
+        If every rank that steps a full tensor holds all of it, then these ranks find the same list for it. So a sum over
+        a stack of the list's tensors is bitwise identical on these ranks, in any order of summation.
+        """
+        by_layout = grouped(positions, lambda position: self._layouts[position])
+        lists = [sorted(own, key=lambda position: self.tensors[position].name) for own in by_layout.values()]
+        return [part for own in lists for part in chunks(own, lambda position: prod(self._shapes[position]))]
+
+    def contributes(self, position: int) -> bool:
+        """Return True if this rank's part of the sums of a tensor is not 0 because other ranks contribute all of it."""
+        boxes = self._canonical_boxes[position]
+        return boxes is None or any(prod(box.sizes) for box in boxes)
+
+    def local_powers(self, positions: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of the sum of squares of each full tensor, 0-dim float64, with few kernels.
+
+        ``values`` has a tensor of the stepped tensor's shape per position.
+        """
+        together, found = list[int](), dict[int, Tensor]()
+        for index, (position, value) in enumerate(zip(positions, values, strict=True)):
+            boxes = self._canonical_boxes[position]
+            count = value.numel() if boxes is None else sum(prod(box.sizes) for box in boxes)
+            if count == value.numel() and is_batched(value):
+                together.append(index)
+            else:
+                found[index] = self._power(position, value)
+        for indices in grouped(together, lambda index: (values[index].device, values[index].dtype)).values():
+            powers = powers_by_torch([values[index] for index in indices], 2.0)
+            found.update(zip(indices, powers.unbind(), strict=True))
+        return [found[index] for index in range(len(values))]
+
+    def local_stack_sums(
+        self, positions: Sequence[int], stack: Tensor, dims: tuple[int, ...], square: bool = False
+    ) -> Sequence[Tensor]:
+        """Return this rank's part of the sum of each tensor of a stack over some dims, as `local_sum` does.
+
+        Args:
+            positions: A list of `alike`.
+            stack: [tensors, number of elements of a stepped tensor], float64. Its elements are ignored if `contributes`
+                returns False.
+            dims: Dims of the full tensor to sum over.
+            square: True: sum the squares of the elements.
+        """
+        position, along = positions[0], tuple(dim + 1 for dim in dims)
+        shape, boxes = self.tensors[position].shape, self._canonical_boxes[position]
+
+        def total(tensor: Tensor) -> Tensor:
+            if square:
+                norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, along, keepdim=True)
+                return norms.square_()
+            return tensor.sum(along, keepdim=True)
+
+        if boxes is None:
+            return total(stack.view(len(positions), *shape)).unbind()
+        whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
+        result = torch.zeros((len(positions), *whole), dtype=torch.float64, device=stack.device)
+        for box, part in self.views_of_stack(position, stack, boxes):
+            target = result
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                target = target if dim in dims else target.narrow(dim + 1, offset, size)
+            target.add_(total(part))
+        return result.unbind()
+
+    def outer_products(self, position: int, left: Tensor, right: Tensor, into: Tensor) -> None:
+        """Write this rank's shards of ``left * right`` into ``into``, for a stack of full tensors with equal layouts.
+
+        Args:
+            position: A position of the stack. Its full tensor has the shape [..., rows, columns].
+            left: [tensors, ..., rows, 1], the same on all ranks.
+            right: [tensors, ..., 1, columns], the same on all ranks.
+            into: As ``stack`` in `views_of_stack`.
+        """
+        shape = self.tensors[position].shape
+        dims = len(shape)
+        for box, target in self.views_of_stack(position, into, [Box((0,) * dims, shape)]):
+            parts = []
+            for factor, whole in ((left, dims - 1), (right, dims - 2)):
+                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    factor = factor if dim == whole else factor.narrow(dim + 1, offset, size)
+                parts.append(factor)
+            torch.mul(*parts, out=target)
 
     # Ranks ----------------------------------------------------------------------------------------------------------
 
@@ -548,6 +680,13 @@ class WholeTensors:
 
 def _shape_of(region: Region) -> Shape:
     return region.shape if region.numel == prod(region.shape) else (region.numel,)
+
+
+def float64_stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of equal sizes, [tensors, elements], as float64."""
+    stack = torch.empty((len(tensors), tensors[0].numel()), dtype=torch.float64, device=tensors[0].device)
+    copy_each_([row.view(tensor.shape) for row, tensor in zip(stack.unbind(), tensors, strict=True)], tensors)
+    return stack
 
 
 def _power(tensor: Tensor) -> Tensor:

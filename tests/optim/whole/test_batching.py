@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.optim import LAMB, LARS, SOAP, Adafactor, Muon, ParallelOptimizer, Shampoo, StableAdamW
+from cases import slice_of
+from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, Muon, ParallelOptimizer, Shampoo, StableAdamW
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, declare
 from planted import Part
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error, muon, trained
@@ -50,6 +51,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Shampoo, sgd": lambda params: Shampoo(params, lr=0.1, grafting="sgd", factor_dtype=torch.float64),
     "StableAdamW": lambda params: StableAdamW(params, lr=0.1),
     "Adafactor": lambda params: Adafactor(params, lr=0.1),
+    "Adafactor, eps, decay": lambda params: Adafactor(
+        two_groups(params, eps=(0.5, 10.0), weight_decay=0.3), lr=0.5, beta2_decay=-0.3, d=2.0
+    ),
+    "Adafactor, a tensor as learning rate": lambda params: Adafactor(
+        params, lr=torch.tensor(0.1, dtype=torch.float64), weight_decay=0.3
+    ),
+    "Adafactor, learning rate 0": lambda params: Adafactor(params, lr=0.0),
+    "CAME": lambda params: CAME(params, lr=0.01),
+    "CAME, eps, decay": lambda params: CAME(
+        two_groups(params, eps=(0.1, 0.2), betas=(0.5, 0.6, 0.7)), lr=0.01, clip_threshold=0.5, weight_decay=0.3
+    ),
+    "CAME, a tensor as learning rate": lambda params: CAME(params, lr=torch.tensor(0.01, dtype=torch.float64)),
 }
 
 
@@ -112,6 +125,27 @@ def test_step_of_tensors_together_matches_step_one_by_one(name: str) -> None:
             assert single.state[param].keys() == together.state[same].keys()
             for key, value in single.state[param].items():
                 torch.testing.assert_close(together.state[same][key], value, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adafactor, eps, decay", "CAME", "CAME, eps, decay"])
+@pytest.mark.parametrize("numel", [1, 50])
+def test_step_in_chunks_matches_step_one_by_one(name: str, numel: int) -> None:
+    one, _ = stepped(OPTIMIZERS[name], False)
+    with mock.patch.object(batching, "CHUNK", numel):
+        many, _ = stepped(OPTIMIZERS[name], True)
+    assert far(one, many) <= 1e-12
+
+
+def test_packed_tensors_are_next_to_those_of_equal_size() -> None:
+    shapes = [(2, 3), (4,), (3, 2), (), (0, 5)]
+    packed = batching.PackedTensors(shapes, torch.float64, torch.device("cpu"))
+    sources = [torch.full(shape, float(index + 1)) for index, shape in enumerate(shapes)]
+    assert packed.fill(sources) is packed
+    assert packed.stacks[6][0] == [0, 2]
+    packed.multiply(torch.arange(1.0, 6.0))
+    for index, (tensor, source) in enumerate(zip(packed.tensors, sources, strict=True)):
+        assert torch.equal(tensor, source.double() * (index + 1))
+    assert packed.flat.numel() == 64 * 4
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -199,6 +233,14 @@ def stable_adamw(params: Any) -> StableAdamW:
     return StableAdamW(params, lr=0.05)
 
 
+def adafactor(params: Any) -> Adafactor:
+    return Adafactor(params, lr=0.05, weight_decay=0.1)
+
+
+def came(params: Any) -> CAME:
+    return CAME(params, lr=0.05, weight_decay=0.1)
+
+
 def trained_together(name: str, make: Make, state: str) -> list[Part]:
     with batched():
         return trained(WHOLE_LAYOUTS[name], make, STATES[state])
@@ -216,6 +258,14 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         ("sequence", lars, "whole"),
         ("data=3", lars, "ZeRO-1"),
         ("data x tensor", stable_adamw, "ZeRO-2"),
+        ("grid", adafactor, "whole"),
+        ("data x tensor", adafactor, "ZeRO-2"),
+        ("experts", adafactor, "ZeRO-1"),
+        ("fused blocks", adafactor, "whole"),
+        ("uneven", came, "offload"),
+        ("2.5-D", came, "whole"),
+        ("data x tensor", came, "ZeRO-2"),
+        ("3-D", came, "whole"),
     ],
 )
 def test_step_of_tensors_together_matches_dense_update_on_ranks(
@@ -225,6 +275,57 @@ def test_step_of_tensors_together_matches_dense_update_on_ranks(
     by_rank = world.run(layout.topology.world_size, trained_together, name, make, state)
     assert largest_error(by_rank, alone(layout, make)) <= 1e-12
     assert copies_differ(by_rank) == []
+
+
+EQUAL = {
+    "rows": P("tensor"),
+    "more_rows": P("tensor"),
+    "blocks_of_rows": P(blocks("tensor", 2)),
+    "columns": P(None, "tensor"),
+    "whole": P(),
+    "other": P(),
+}
+
+
+def full_of(name: str, step: int) -> Tensor:
+    """Return the gradient of a full tensor in a step; the initial value for step -1."""
+    generator = torch.Generator().manual_seed(100 * list(EQUAL).index(name) + step + 1)
+    return torch.randn(8, 6, generator=generator, dtype=torch.float64)
+
+
+def steps_of_equal_shapes(make: Make, state: str, together: bool = True) -> dict[str, Tensor]:
+    """Return the shards of full tensors of one shape after some steps, with keys of name and region."""
+    topology = Topology(data=2, tensor=2)
+    with ProcessGroupRegistry(topology) as registry, batched(together), mock.patch.object(batching, "CHUNK", 100):
+
+        def shard(name: str, step: int) -> Tensor:
+            return slice_of(full_of(name, step), EQUAL[name], topology, registry.global_rank).clone()
+
+        model = nn.ParameterDict({name: nn.Parameter(shard(name, -1)) for name in EQUAL})
+        declare(model, EQUAL)
+        optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **STATES[state])
+        for step in range(3):
+            with optimizer.window():
+                for name, param in model.items():
+                    param.grad = shard(name, step)
+            optimizer.step()
+        return {f"{one.name} {one.region}": one.tensor.detach().clone() for one in optimizer.stepped_tensors()}
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("make", [adafactor, came, lamb, lars, stable_adamw, muon])
+@pytest.mark.parametrize("state", ["whole", "ZeRO-1"])
+def test_step_of_equal_shapes_in_different_layouts_matches_step_one_by_one(
+    world: World, make: Make, state: str
+) -> None:
+    found = world.run(4, steps_of_equal_shapes, make, state)
+    expected = world.run(4, steps_of_equal_shapes, make, state, False)
+    replicas: dict[str, Tensor] = {}
+    for own, same in zip(found, expected, strict=True):
+        assert own.keys() == same.keys()
+        for key, value in own.items():
+            torch.testing.assert_close(value, same[key], rtol=1e-12, atol=1e-12)
+            assert torch.equal(replicas.setdefault(key, value), value), key
 
 
 def test_parallel_optimizer_steps_tensors_together_with_clipping() -> None:

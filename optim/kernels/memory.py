@@ -91,15 +91,18 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
     """Return True if ``tensor`` is not lazy and has the shape and the element order of ``param``.
 
-    ``param`` must be dense and not lazy.
+    ``param`` must be dense and not lazy. Empty tensors need equal strides, which torch's fused CUDA kernels compare.
     """
-    same = (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
+    contiguous = tensor.is_contiguous() and param.is_contiguous() and param.numel() > 0
+    same = contiguous or tensor.stride() == param.stride()
     return tensor.shape == param.shape and same and not is_lazy(tensor)
 
 
 def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
     """Return ``tensor`` in the element order of ``param``: ``tensor`` itself if it has this order, else a copy."""
-    return tensor if same_memory_format(tensor, param) else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    if same_memory_format(tensor, param):
+        return tensor
+    return _empty_like(param, tensor.dtype, param.device).copy_(tensor)
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
@@ -109,6 +112,9 @@ def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
     unchanged.
     """
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
-        tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(
-            tensor
-        )
+        tensor.data = _empty_like(param, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor with shape and strides of the dense tensor ``param``."""
+    return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=device)

@@ -667,7 +667,9 @@ def _table(device: torch.device, words: int) -> Tensor:
     size = min(CHUNK, max(SMALL, 1 << (words - 1).bit_length()))
     table = _TABLES.get(device)
     if table is None or len(table) < size:
-        table = _TABLES[device] = _odd_numbers(torch.arange(size, device=device))
+        table = _odd_numbers(torch.arange(size, device=device))
+        if type(table) is Tensor:  # the fake tensors of torch's FakeTensorMode have no values
+            _TABLES[device] = table
     return table
 
 

@@ -136,7 +136,7 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 
 
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
-    """Give states and CPU gradients the strides of their parameters, before torch's fused kernels step.
+    """Give states and gradients the strides of their parameters, before torch's fused kernels step.
 
     Strides are not checked again if states are the same tensors as in an earlier step, all parameters have gradients,
     and types, dtypes, shapes and strides of parameters and gradients are unchanged. They are always checked while param
@@ -175,7 +175,7 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
         if asks_other_ranks(part) or not part.state:
             continue
         for param in (param for group in part.param_groups for param in group["params"] if param in part.state):
-            contiguous = param.is_contiguous()
+            contiguous = param.is_contiguous() and param.numel() > 0
             for value in part.state[param].values():
                 if not isinstance(value, Tensor) or (contiguous and value.is_contiguous() and not value.is_neg()):
                     continue
@@ -184,30 +184,30 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_gradients(params: Sequence[Tensor]) -> None:
-    """Replace CPU gradients that are lazy or have other strides than their parameter by copies with these strides."""
+    """Replace gradients that are lazy or have other strides than their parameter by copies with these strides."""
     for param in params:
         grad = param.grad
-        if grad is None or not param.is_cpu:
+        if grad is None:
             continue
-        as_it_is = param.is_contiguous() and grad.is_contiguous() and not is_lazy(grad)
+        as_it_is = param.is_contiguous() and grad.is_contiguous() and param.numel() > 0 and not is_lazy(grad)
         if not as_it_is and (ordered := match_memory_format(grad, param)) is not grad:
             param.grad = ordered
 
 
 @contextmanager
 def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context manager that replaces CPU parameters with gaps in memory by dense copies, for fused optimizers.
+    """Return a context manager that replaces parameters with gaps in memory by dense copies, for fused optimizers.
 
-    Fused CPU kernels would write into the gaps. Unfused kernels would round differently, so replicas with different
-    memory layouts would diverge. Parameters without a gradient are not replaced. On exit without an error, the values
-    of the copies are written back. Collectives: none. Host synchronization: none.
+    Fused CPU kernels would write into the gaps, and fused CUDA kernels would raise an error. Unfused kernels would round
+    differently, so replicas with different memory layouts would diverge. Empty parameters with other strides than a new
+    tensor are replaced as well, because fused CUDA kernels compare their strides with those of the new states.
+    Parameters without a gradient are not replaced. On exit without an error, the values of the copies are written back.
+    Collectives: none. Host synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
     params = [param for group in groups for param in group["params"]] if is_fused else []
-    gaps = [
-        param for param in params if param.is_cpu and param.grad is not None and not is_non_overlapping_and_dense(param)
-    ]
+    gaps = [param for param in params if param.grad is not None and not _has_usual_strides(param)]
     if not gaps:
         yield
         return
@@ -224,9 +224,17 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     torch._foreach_copy_([param.detach() for param in copies], list(copies.values()))
 
 
+def _has_usual_strides(param: Tensor) -> bool:
+    """Return True if ``param`` is dense, and has the strides of a new tensor if it is empty."""
+    if param.numel():
+        return is_non_overlapping_and_dense(param)
+    return param.stride() == torch.empty(param.shape, device="meta").stride()
+
+
 def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     """Return a dense copy of ``param`` with its gradient and annotation, and move its optimizer state to the copy."""
-    copy = nn.Parameter(torch.empty_like(param, requires_grad=False).copy_(param.detach()))
+    order = torch.preserve_format if param.numel() else torch.contiguous_format
+    copy = nn.Parameter(torch.empty_like(param, requires_grad=False, memory_format=order).copy_(param.detach()))
     copy_annotation(param, copy)
     copy.grad_dtype = param.grad_dtype
     copy.grad = param.grad

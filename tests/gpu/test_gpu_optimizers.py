@@ -25,6 +25,9 @@ from precision_modes import differences, snapshot
 from torch import nn
 
 SHAPES = [(48, 32), (48, 32), (32, 48), (16, 16), (64,), (7,), (3, 8, 16)]
+# The Gram matrix of the long side of another matrix is singular: the eigenvectors of its null space, in which SOAP
+# updates, are arbitrary.
+SQUARE = [(32, 32), (32, 32), (48, 48), (64,), (7,), (3, 16, 16)]
 MAKE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Muon": lambda params: Muon(params, lr=0.01, weight_decay=0.1),
     "SOAP": lambda params: SOAP(params, lr=0.01),
@@ -46,7 +49,7 @@ class Run:
     def __init__(self, name: str, device: torch.device, precision: Any = "fp32") -> None:
         generator = torch.Generator().manual_seed(1)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        drawn = [torch.randn(shape, generator=generator) for shape in (SQUARE if name == "SOAP" else SHAPES)]
         self.model = nn.ParameterList([nn.Parameter(value.to(device, dtype)) for value in drawn])
         declare(self.model, {"*": P()})
         inner = MAKE[name](list(self.model))

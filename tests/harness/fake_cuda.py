@@ -9,7 +9,7 @@ gradients are set by the test.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from fake_tensors import VIEWS, QuickFakeTensorMode, device_of, tensors_of, told_device
 from kernels import kernels_of
+from meshstep.optim.kernels.memory import is_non_overlapping_and_dense
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._dynamo import trace_rules
@@ -85,6 +86,8 @@ class _Logging(TorchDispatchMode):
             self.log.collectives += [(name, device) for device in before]
         # torch has no fake kernel for fused SGD, and for updates with a tensor learning rate. They only change elements.
         update = name.startswith("aten._fused_") and ("sgd" in name or name.endswith(".tensor_lr"))
+        if name.startswith("aten._fused_") and "cuda" in before:
+            check_fused(args)
         result = None if update else func(*args, **(kwargs or {}))
         after = {device_of(tensor).type for tensor in tensors_of(result)}
         if copies and len(before | after) == 2:
@@ -102,6 +105,26 @@ class _Logging(TorchDispatchMode):
         """Return whether the operator is a non_blocking copy from or to pinned memory, so the host does not wait."""
         asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
         return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors_of(args))
+
+
+def check_fused(args: Sequence[object]) -> None:
+    """Raise the error of torch's fused CUDA optimizers unless parameters, gradients and states, which are the first lists
+    of tensors, are dense and have equal dtypes, shapes and strides."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and arg[0].dim() + arg[0].numel() > 1]
+    for first, *others in zip(*(tensors for tensors in lists if len(tensors) == len(lists[0])), strict=True):
+        for tensor in (first, *others):
+            strides = [
+                (stride, expected)
+                for size, stride, expected in zip(first.shape, tensor.stride(), first.stride(), strict=True)
+                if size != 1
+            ]
+            equal = tensor.shape == first.shape and all(stride == expected for stride, expected in strides)
+            if not equal or tensor.dtype != first.dtype or not is_non_overlapping_and_dense(tensor):
+                raise RuntimeError(
+                    "params, grads and states must have same dtype, device, and layout, but there are "
+                    f"{first.dtype} {tuple(first.shape)} {first.stride()} and "
+                    f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+                )
 
 
 def innermost_calls() -> str:

@@ -227,7 +227,7 @@ def _on_cpu(request: UpdateRequest) -> UpdateRequest:
 def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
     """Return a context manager in which the param groups hold only the parameters in ``bucket`` (None: all parameters).
 
-    parameters of fused optimizers that have gaps in memory are replaced by dense copies (`dense_stand_ins`).
+    Parameters of fused optimizers that have gaps in memory are replaced by dense copies (`dense_stand_ins`).
     """
     with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
         yield

@@ -35,6 +35,7 @@ from torch._C._autograd import DeviceType
 ROOT = Path(__file__).resolve().parents[2]
 Step = Callable[[], object]
 WITHOUT_GPU = 2  # the exit status
+SECONDS_OF_A_TABLE, LEAST_ROUNDS = 8.0, 5  # no more rounds after this time
 
 
 @dataclass(frozen=True)
@@ -374,7 +375,10 @@ def table(title: str, ways: Ways, numel: int, device: torch.device, rounds: int,
     for name in ways:
         attempt(name, lambda name=name: begin(name))  # type: ignore[misc]
     times = 10 if device.type == "cuda" else 1
-    for _ in range(rounds):
+    start = time.perf_counter()
+    for index in range(rounds):
+        if index >= LEAST_ROUNDS and time.perf_counter() - start > SECONDS_OF_A_TABLE:
+            break
         for name, way in [*running.items()]:
             attempt(name, lambda name=name, way=way: measured[name].append(seconds(way.step, device, times)))  # type: ignore[misc]
     rows = [

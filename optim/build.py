@@ -537,8 +537,8 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# Replica checks compare the stepped tensors. If these are shards of the model's parameters, a second check compares the
-# model's parameters. With `Fingerprints`, so does a second check if the stepped tensors are copies of the parameters.
+# Replica checks compare the stepped tensors. A second check compares the model's parameters in two cases: the stepped
+# tensors are shards of the parameters; or they are copies, such as master weights, and `Fingerprints` is used.
 
 
 def check_stepped_alike(

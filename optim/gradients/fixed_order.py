@@ -84,7 +84,7 @@ def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) ->
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     one = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
     if one:
-        # The sum with a gradient of zeros, where -0 becomes 0.
+        # A missing gradient counts as zeros, and -0 + 0 = 0. So -0 must become 0 here too.
         torch._foreach_add_([value for value in one if value is not None], 0.0)
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 

@@ -469,8 +469,8 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
 # Number of wrong parameters whose causes `prove` searches: the first four and the last four in forward order. The other
-# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong", which the place of
-# a wrong backward may replace. `infer` searches the causes of all wrong parameters.
+# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong". If `prove` finds the
+# module whose backward is wrong, its cause replaces this one. `infer` searches the causes of all wrong parameters.
 EXPLAINED = 8
 
 

@@ -54,7 +54,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """Return the combined optimizers. Each gets its present param groups, and the state dict, of this object."""
+        """Return the combined optimizers. Each first gets its current param groups, and the shared ``state``, from this
+        object."""
         self._share()
         return self._parts
 

@@ -103,6 +103,6 @@ def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
     squared = dot(a.sketch, a.sketch)
     ratio = dot(a.sketch, b.sketch) / squared if squared else 0.0
     rest = length(y - ratio * x for x, y in zip(a.sketch, b.sketch, strict=True))
-    # A small r times a rounds relative to b, so both residuals are relative to b.
+    # The rounding errors of r times `a` are relative to its size, which is that of `b`. So are both limits.
     limit = max(3 * tolerance, 1e-4) * b.norm
     return ratio if rest <= limit and abs(abs(ratio) * a.norm - b.norm) <= limit else None

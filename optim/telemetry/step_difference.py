@@ -165,7 +165,8 @@ def _initial_scale(pair: StepPair, report: _Report) -> Difference | None:
             text = f"before the first recorded step, the weight in B is {_shown(ratio)} times that of A"
             axis = None if match is None else match.axis
             return report("initial scale", text, ratio=ratio, parameter=name, axis=axis)
-    for name in report.names:  # other random numbers: a standard deviation from the shape of a shard
+    # Other random numbers, whose norms differ by a factor: the standard deviation was computed from a shard's shape.
+    for name in report.names:
         a, b = (figures.norm for figures in pair.both(name, WEIGHT))
         spread = 3 / sqrt(pair.numel(name)) + 0.02
         is_scaled = a and b and abs(b / a - 1) > spread

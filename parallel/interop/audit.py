@@ -84,7 +84,7 @@ class Sketch(NamedTuple):
         return all(abs(a - b) <= largest for a, b in pairs)
 
     def is_near(self, other: Sketch, fraction: float) -> bool:
-        """Return True if the norm of the difference is at most ``fraction`` x the larger norm.
+        """Return True if the norm of the difference of both tensors is at most ``fraction`` x the larger norm.
 
         The norm of the difference is estimated by the dot products.
         """

@@ -42,7 +42,10 @@ class ConstantRecord:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager for one forward and its backward: the first forward records results, later forwards get them."""
+        """Context manager for one forward and its backward.
+
+        The first forward records the results of `stop_gradient`. In later forwards `stop_gradient` returns these.
+        """
         global _RECORD
         before, _RECORD, self._position = _RECORD, self, 0
         try:

@@ -61,8 +61,9 @@ class Run(NamedTuple):
     Args:
         make: The torch optimizer.
         options: Options of `ParallelOptimizer`.
-        weight: Weight of each micro-batch.
-        strided: One parameter is not contiguous, and one has no gradient in one step.
+        precision: Its precision mode. Default: "fp32".
+        weight: Weight of each micro-batch. None (default): micro-batches have no weights.
+        strided: True: parameter "c" is not contiguous, and "d" has no gradient in the second step. Default: False.
     """
 
     make: Make

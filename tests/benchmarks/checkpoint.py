@@ -1,4 +1,4 @@
-"""Time saving and loading 200 MB, compared with `torch.distributed.checkpoint`, which has no checksums or atomic writes.
+"""Time saving and loading 200 MiB, compared with `torch.distributed.checkpoint`, which has no checksums or atomic writes.
 
     python tests/benchmarks/checkpoint.py [--rounds 15] [--mib 200] [--directory /tmp]
 
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib", type=float, default=200)
-    parser.add_argument("--directory", default=None, help="where to write; the system's for temporary files otherwise")
+    parser.add_argument("--directory", default=None, help="folder for the files; default: the temporary folder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

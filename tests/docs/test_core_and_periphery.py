@@ -43,7 +43,7 @@ PERIPHERY = (
 # (core module, periphery module that it may import within a function), for features that only run on the user's request.
 ALLOWED = {
     ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
-    ("optim/step/update.py", "optim/kernels/triton.py"),  # the same kernels
+    ("optim/step/update.py", "optim/kernels/triton.py"),  # updates by the Triton kernels
     ("parallel/interop/inferred_registry.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }
 DELETED = (

@@ -30,7 +30,7 @@ BAD = re.compile(
 # Files whose errors are parts of another message, or replace a standard error of Python.
 PARTS = {
     "optim/checkpoint/tensors.py",  # in "is damaged, or was tampered with: ..."
-    "parallel/mesh/topology.py",  # errors of a sequence
+    "parallel/mesh/topology.py",  # IndexError and ValueError of a sequence, like those of a tuple
     "parallel/ranks/interface.py",  # a note on another error
     "optim/proof/command.py",  # errors of a command line, shown below the usage
     "optim/kernels/native.py",

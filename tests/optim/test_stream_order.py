@@ -207,7 +207,7 @@ def test_run_on_second_device_has_no_unordered_access(name: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_run_of_one_of_two_ranks_has_no_unordered_access(name: str) -> None:
+def test_run_on_one_rank_of_two_has_no_unordered_access(name: str) -> None:
     assert findings_of(ON_TWO_RANKS[name]) == []
 
 

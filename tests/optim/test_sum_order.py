@@ -41,7 +41,7 @@ def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: in
         assert torch.equal(root_of(parts, count), wanted)
 
 
-def test_missing_gradient_counts_as_zeros_also_for_negative_zeros() -> None:
+def test_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
     tree = TreeSum()
     tree.add(0, [torch.tensor([-0.0, 1.0]), None])
     tree.add(1, [None, None])

@@ -320,8 +320,8 @@ def skipped(name: str, first: bool) -> bool:
         before = everything(model, optimizer)
         run_skipped_step(model, optimizer, 3)
         after = everything(model, optimizer)
-        made_by_it = after[len(before) :]  # states created by a first step are zeros
-        return same(before, after[: len(before)]) and not any(bool(value.any()) for value in made_by_it)
+        created = after[len(before) :]  # states that the skipped step creates must be zeros
+        return same(before, after[: len(before)]) and not any(bool(value.any()) for value in created)
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -76,7 +76,7 @@ def test_step_with_finite_norm_resets_consecutive_count() -> None:
     assert monitor.poll(Skip(3)) == "3 steps in a row were skipped because the gradient norm was not finite"
 
 
-def test_step_skipped_for_another_reason_counts_in_total_only() -> None:
+def test_step_rejected_by_commit_does_not_count_as_consecutive_overflow() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
     for _ in range(4):
         monitor.count(decision(False, skipped=True, rejected=True), Skip(2), captured=False)

@@ -312,11 +312,13 @@ def infer(
 
 
 def _of_other_roles(first: Examined, second: Examined) -> Examined:
-    """Return the result for right gradients with axes as data axes, with a finding that names these axes.
+    """Return the result for a model whose only mistake is the role of some axes, which must be data axes.
+
+    It has one finding, which names these axes.
 
     Args:
-        first: The result with the roles of the registry's topology, with the axes along which losses differ.
-        second: The result with these axes as data axes, without findings.
+        first: The result with the roles of the registry's topology. Its ``unequal`` are the axes along which losses differ.
+        second: The result with these axes as data axes, which has no findings.
     """
     roles = ", ".join(f"{axis!r}: 'data'" for axis in first.unequal)
     text = (

@@ -41,9 +41,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ...amp.casting import copy_each_
 from ...parallel.layout.shard import Shape
-from .batching import grouped
-from .exchange import Matrix
+from . import batching
+from .batching import chunks, grouped
+from .exchange import Matrix, each
 from .optimizer import LATE, HomeOptimizer, Slot, Update, fused_adamw, moments, named
 from .tensors import Blocks
 
@@ -123,6 +125,49 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
     values, vectors = eigh(symmetric)
     root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)) @ vectors.mT
     return root
+
+
+# The same for stacks of tensors of equal shapes: the first dim of each tensor is the index in the stack.
+
+
+def gram_each(g: Tensor, dim: int) -> Tensor:
+    """Return `gram` of each tensor of a stack, [tensors, n, n]."""
+    rows = g.movedim(dim + 1, 1).flatten(2)
+    return rows @ rows.mT
+
+
+def into_each(x: Tensor, bases: Sides) -> Tensor:
+    """Return `into` of each tensor of a stack. ``bases`` has a stack of matrices, or None, per dim of a tensor."""
+    for q in bases:
+        x = x.movedim(1, -1) if q is None else (x.flatten(2).mT @ q).view(len(x), *x.shape[2:], q.size(-1))
+    return x
+
+
+def eigh_each(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `eigh` of each matrix of a stack."""
+    finite = torch.isfinite(symmetric).flatten(1).all(1)[:, None, None]
+    eye = torch.eye(symmetric.size(-1), dtype=symmetric.dtype, device=symmetric.device)
+    values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
+    return values, vectors
+
+
+def renewed_each(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `renewed` of each matrix of a stack: (new bases, orders [matrices, columns])."""
+    product = symmetric @ basis
+    order = torch.argsort((basis * product).sum(1), dim=1, descending=True)
+    return torch.linalg.qr(product.gather(2, order[:, None, :].expand_as(product)))[0], order
+
+
+def inverse_root_each(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
+    """Return `inverse_root` of each matrix of a stack."""
+    values, vectors = eigh_each(symmetric)
+    root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)[:, None, :]) @ vectors.mT
+    return root
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors as a stack. A single tensor is not copied."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 class PreconditionedOptimizer(HomeOptimizer):
@@ -207,8 +252,56 @@ class PreconditionedOptimizer(HomeOptimizer):
             g = gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
             return self.direction(matrix, g, slot, taken[slot.position]).to(gradient).view(matrix.shape)
 
+        def compute_stack(matrices: Sequence[Matrix], lists: list[Tensor]) -> Iterator[Tensor]:
+            slots = [slot_of(matrix) for matrix in matrices]
+            dtypes = {slot.state[named("exp_avg", matrix)].dtype for slot, matrix in zip(slots, matrices, strict=True)}
+            if dtypes != {self.factor_dtype}:
+                yield from each(compute)(matrices, lists)
+                return
+            found: dict[int, Tensor] = {}
+            for own in self._alike(matrices, slots, taken):
+                those = [(matrices[index], slots[index]) for index in own]
+                gradients = stacked([lists[0][index] for index in own])
+                g = gradients.view(len(own), *sides_of(matrices[0].shape)).to(slots[0].param.device, self.factor_dtype)
+                made = self.direction_each(those, g, taken[slots[own[0]].position])
+                found.update(zip(own, made.to(gradients).view(gradients.shape).unbind(), strict=True))
+            yield from (found[index] for index in range(len(matrices)))
+
         gradients = {slot.position: slot.grad for slot in slots if self.tensors.tensors[slot.position].metadata}
+        devices = {gradient.device for gradient in gradients.values()}
+        if len(devices) == 1 and batching.batches_on(device := devices.pop()) and not self.fixed_order:
+            of_round = self.homes.map_stacks([gradients], compute_stack, device)
+            return {position: made for found in of_round for position, made in found.items()}
         return dict(self.homes.map([gradients], compute))
+
+    def _alike(
+        self, matrices: Sequence[Matrix], slots: Sequence[Slot], taken: Mapping[int, int]
+    ) -> Iterator[list[int]]:
+        """Yield indices of matrices that are computed as one stack, of matrices with equal shapes.
+
+        The matrices of a list have the same param group and step count. Together with their preconditioners, they have
+        at most `batching.CHUNK` elements, or the list has one matrix.
+        """
+        numel, sides = torch.Size(matrices[0].shape).numel(), sides_of(matrices[0].shape)
+
+        def elements(index: int) -> int:
+            longest: int = slots[index].group[self.longest]
+            return numel + sum(side**2 for side in sides if side <= longest)
+
+        by_options = grouped(range(len(matrices)), lambda at: (id(slots[at].group), taken[slots[at].position]))
+        for indices in by_options.values():
+            yield from chunks(indices, elements)
+
+    def write_stack(self, targets: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
+        """Copy each tensor of a stack into a target, unless the step is skipped. ``old`` is the stack of the targets."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            new = torch.where(self._skip_flag(found_inf, new.device), old, new)
+        copy_each_(targets, new.unbind())
+
+    def lerp_each(self, targets: Sequence[Tensor], stack: Tensor, rate: float) -> None:
+        """Move each target by the fraction ``rate`` toward a tensor of a stack, in place unless the step is skipped."""
+        self.descend_each(targets, stack.unbind(), -rate, -1.0)
 
     def finish_step(self, slots: Sequence[Slot]) -> None:
         self.taken.note(slots)
@@ -221,6 +314,16 @@ class PreconditionedOptimizer(HomeOptimizer):
             matrix: A matrix that this rank owns.
             g: The full gradient of the matrix, in ``factor_dtype``.
             slot: The stepped tensor whose state dict has the matrix's states.
+            taken: Number of steps before this one.
+        """
+
+    @abstractmethod
+    def direction_each(self, own: Sequence[tuple[Matrix, Slot]], g: Tensor, taken: int) -> Tensor:
+        """Return `direction` of each matrix of a stack, and update their states in place.
+
+        Args:
+            own: (matrix, slot) for each matrix, as in `direction`. All slots are of one param group.
+            g: The stack of the full gradients, in ``factor_dtype``, which is the dtype of the moments too.
             taken: Number of steps before this one.
         """
 
@@ -262,12 +365,13 @@ class Shampoo(PreconditionedOptimizer):
     Collectives: per step, gradients are exchanged in rounds. In a round, each owner rank receives full matrices of up
         to 64 MiB, or one larger matrix. Each round has at most two all-to-alls among the ranks that step shards of its
         matrices.
-    Host synchronization: on CUDA, one per new root, to check that the eigenvalue solver converged. In the first step,
-        and in the first step after a load, also to read step counts. In other steps, the host waits for the end of the
-        previous step.
+    Host synchronization: on CUDA, one per stack of new roots, to check that the eigenvalue solver converged. In the
+        first step, and in the first step after a load, also to read step counts. In other steps, the host waits for the
+        end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
-        matrices and buffers of the exchange, as in `Muon`.
+        matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
+        together, with copies of 8 million elements of their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -361,6 +465,37 @@ class Shampoo(PreconditionedOptimizer):
         update: Tensor = p * (a.norm() / p.norm().clamp(min=1e-30))
         return update
 
+    def direction_each(self, own: Sequence[tuple[Matrix, Slot]], g: Tensor, taken: int) -> Tensor:
+        group, t = own[0][1].group, taken + 1
+        beta1, beta2 = group["betas"]
+        sides = list(zip(*(self.squares(slot, matrix) for matrix, slot in own), strict=True))
+        roots: list[Tensor | None] = [None] * len(sides)
+        order = 2 * max(1, sum(side[0] is not None for side in sides))
+        for dim, side in enumerate(sides):
+            if side[0] is None:
+                continue
+            factors, old_roots = zip(*side, strict=True)
+            if beta2 == 1:
+                self.descend_each(factors, gram_each(g, dim).unbind(), -1.0)
+            else:
+                self.lerp_each(factors, gram_each(g, dim), 1 - beta2)
+            roots[dim] = old = stacked(old_roots)
+            if taken % group["precondition_frequency"] == 0:
+                mean = stacked(factors) if beta2 == 1 else stacked(factors) / (1 - beta2**t)
+                roots[dim] = made = inverse_root_each(mean, order, group["epsilon"])
+                self.write_stack(old_roots, old, made)
+        m, v = ([slot.state[named(key, matrix)] for matrix, slot in own] for key in ("exp_avg", "exp_avg_sq"))
+        self.lerp_each(m, g, 1 - beta1)
+        self.lerp_each(v, g.square(), 1 - group["grafting_beta2"])
+        a = m_hat = stacked(m) / (1 - beta1**t)
+        if group["grafting"] == "adam":
+            roots_of_v = (stacked(v) / (1 - group["grafting_beta2"] ** t)).sqrt_()
+            a = m_hat / roots_of_v.add_(group["grafting_epsilon"])
+        p = into_each(m_hat, roots)
+        norms = [torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in (a, p)]
+        scales = norms[0] / norms[1].clamp(min=1e-30)
+        return p.mul_(scales.view(-1, *[1] * (p.dim() - 1)))
+
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (new first moment, new second moment, grafted step).
@@ -421,7 +556,8 @@ class SOAP(PreconditionedOptimizer):
         the end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
-        matrices and buffers of the exchange, as in `Muon`.
+        matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
+        together, with copies of 8 million elements of their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0
@@ -499,7 +635,7 @@ class SOAP(PreconditionedOptimizer):
                 if is_matrix:
                     self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
                 else:  # the rate has the bias correction
-                    counts = [torch.full_like(alike[0].state["step"], LATE) for _ in alike]
+                    counts = torch.full_like(alike[0].state["step"], LATE).expand(len(alike)).clone().unbind()
                     fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
             yield from (Update(slot, slot.param, {}) for slot in alike)
 
@@ -529,4 +665,33 @@ class SOAP(PreconditionedOptimizer):
             self.write(factor, new)
         if taken:
             self.write(slot.state[named("exp_avg_sq", matrix)], v)
+        return u
+
+    def direction_each(self, own: Sequence[tuple[Matrix, Slot]], g: Tensor, taken: int) -> Tensor:
+        group = own[0][1].group
+        (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
+        if not taken:
+            # one after the other, because arbitrary vectors of the first bases depend on the last bits of the products
+            return torch.stack(
+                [self.direction(matrix, one, slot, 0) for one, (matrix, slot) in zip(g, own, strict=True)]
+            )
+        sides = list(zip(*(self.squares(slot, matrix) for matrix, slot in own), strict=True))
+        pairs = [None if side[0] is None else tuple(zip(*side, strict=True)) for side in sides]
+        q = [None if pair is None else stacked(pair[1]) for pair in pairs]
+        m, v = ([slot.state[named(key, matrix)] for matrix, slot in own] for key in ("exp_avg", "exp_avg_sq"))
+        self.lerp_each(v, into_each(g, q).square(), 1 - beta2)
+        self.lerp_each(m, g, 1 - beta1)
+        u = into_each(stacked(m), q) / stacked(v).sqrt().add_(group["eps"])
+        u = into_each(u, [None if basis is None else basis.mT for basis in q])
+        for dim, (pair, basis) in enumerate(zip(pairs, q, strict=True)):
+            if pair is None or basis is None:
+                continue
+            factors, bases = pair
+            self.lerp_each(factors, gram_each(g, dim), 1 - (beta2 if beta3 < 0 else beta3))
+            if taken % group["precondition_frequency"] == 0:
+                turned, order = renewed_each(stacked(factors), basis)
+                old = stacked(v)
+                index = order.view(len(own), *[-1 if at == dim else 1 for at in range(len(pairs))])
+                self.write_stack(v, old, old.gather(dim + 1, index.expand_as(old)))
+                self.write_stack(bases, basis, turned)
         return u

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, Muon, ParallelOpti
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
+from meshstep.optim.whole.shampoo_soap import eigh, eigh_each, inverse_root, inverse_root_each, renewed, renewed_each
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, declare
 from planted import Part
 from torch import Tensor, nn
@@ -28,7 +30,15 @@ def batched(together: bool = True) -> Iterator[None]:
         yield
 
 
-SHAPES = {"up": (6, 4), "down": (4, 6), "other": (6, 4), "stack": (3, 4, 4), "embed": (7, 4), "bias": (5,)}
+SHAPES = {
+    "up": (6, 4),
+    "down": (4, 6),
+    "other": (6, 4),
+    "stack": (3, 4, 4),
+    "embed": (7, 4),
+    "bias": (5,),
+    "kernel": (3, 2, 2, 4),
+}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Muon": lambda params: Muon(params, lr=0.1, ns_dtype=None, adamw={"lr": 0.05}),
     "Muon, not nesterov, eps, match_rms_adamw": lambda params: Muon(
@@ -46,9 +56,29 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LARS, nesterov": lambda params: LARS(params, momentum=0.9, nesterov=True, always_adapt=True),
     "LARS without momentum": lambda params: LARS(params, weight_decay=0.1),
     "SOAP": lambda params: SOAP(params, lr=0.1, weight_decay=0.1, factor_dtype=torch.float64),
+    "SOAP, new bases": lambda params: SOAP(
+        two_groups(params, shampoo_beta=0.7), lr=0.1, precondition_frequency=1, factor_dtype=torch.float64
+    ),
+    "SOAP, some sides": lambda params: SOAP(
+        two_groups(params, max_precond_dim=3),
+        lr=0.1,
+        precondition_frequency=2,
+        max_precond_dim=4,
+        factor_dtype=torch.float64,
+    ),
     "SOAP, learning rate 0": lambda params: SOAP(params, lr=0.0, factor_dtype=torch.float64),
     "Shampoo": lambda params: Shampoo(params, lr=0.1, weight_decay=0.1, factor_dtype=torch.float64),
     "Shampoo, sgd": lambda params: Shampoo(params, lr=0.1, grafting="sgd", factor_dtype=torch.float64),
+    "Shampoo, averages": lambda params: Shampoo(
+        two_groups(params, precondition_frequency=2), lr=0.1, betas=(0.8, 0.9), epsilon=1e-6, factor_dtype=torch.float64
+    ),
+    "Shampoo, some sides": lambda params: Shampoo(
+        two_groups(params, max_preconditioner_dim=3),
+        lr=0.1,
+        max_preconditioner_dim=4,
+        epsilon=1e-6,
+        factor_dtype=torch.float64,
+    ),
     "StableAdamW": lambda params: StableAdamW(params, lr=0.1),
     "Adafactor": lambda params: Adafactor(params, lr=0.1),
     "Adafactor, eps, decay": lambda params: Adafactor(
@@ -158,17 +188,45 @@ def test_step_of_tensors_together_divides_gradients_by_their_scale(name: str) ->
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("scale", [None, 8.0])
-def test_skipped_step_of_tensors_together_changes_nothing(name: str, scale: float | None) -> None:
-    before, single = stepped(OPTIMIZERS[name], True, torch.float32, scale, stop=3)
-    after, together = stepped(OPTIMIZERS[name], True, torch.float32, scale, skipped=(3,), stop=4)
+@pytest.mark.parametrize(("scale", "dtype"), [(None, torch.float32), (8.0, torch.float32), (None, torch.float64)])
+def test_skipped_step_of_tensors_together_changes_nothing(name: str, scale: float | None, dtype: torch.dtype) -> None:
+    before, single = stepped(OPTIMIZERS[name], True, dtype, scale, stop=3)
+    after, together = stepped(OPTIMIZERS[name], True, dtype, scale, skipped=(3,), stop=4)
     for param, same in zip(before.values(), after.values(), strict=True):
         assert torch.equal(param, same)
         for key, value in single.state[param].items():
             assert torch.equal(together.state[same][key], value), key
-    first, fresh = stepped(OPTIMIZERS[name], True, torch.float32, scale, skipped=(0,), stop=1)
-    assert far(first, model_of(torch.float32)) == 0
+    first, fresh = stepped(OPTIMIZERS[name], True, dtype, scale, skipped=(0,), stop=1)
+    assert far(first, model_of(dtype)) == 0
     assert all(not value.any() for state in fresh.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("order", [2, 4])
+def test_factorisations_of_a_stack_match_each_matrix(order: int) -> None:
+    rows = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    stack, bases = rows @ rows.mT, torch.linalg.qr(rows[..., :6])[0]
+    roots = inverse_root_each(stack, order, 1e-3)
+    turned, orders = renewed_each(stack, bases)
+    for index, matrix in enumerate(stack):
+        expected, columns = renewed(matrix, bases[index])
+        assert torch.equal(orders[index], columns)
+        torch.testing.assert_close(roots[index], inverse_root(matrix, order, 1e-3), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(turned[index], expected, rtol=1e-12, atol=1e-12)
+    stack[2, 0, 0] = torch.nan
+    values, _ = eigh_each(stack)
+    assert torch.equal(values[2], torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(values[3], eigh(stack[3])[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [SOAP, partial(Shampoo, epsilon=1e-3)], ids=["SOAP", "Shampoo"])
+def test_preconditioned_matrices_of_equal_shape_and_different_options_are_stepped_separately(make: Any) -> None:
+    def of_groups(params: Any) -> torch.optim.Optimizer:
+        named = dict(params)
+        rest = {"params": [(name, param) for name, param in named.items() if name != "other"], "lr": 0.1}
+        other = {"params": [("other", named["other"])], "betas": (0.5, 0.6), "precondition_frequency": 2}
+        return make([rest, other], lr=0.1, factor_dtype=torch.float64)  # type: ignore[no-any-return]
+
+    assert far(stepped(of_groups, False)[0], stepped(of_groups, True)[0]) <= 1e-12
 
 
 def test_matrices_of_equal_shape_and_different_options_are_orthogonalised_separately() -> None:
@@ -241,6 +299,14 @@ def came(params: Any) -> CAME:
     return CAME(params, lr=0.05, weight_decay=0.1)
 
 
+def soap(params: Any) -> SOAP:
+    return SOAP(params, lr=0.05, precondition_frequency=2, factor_dtype=torch.float64)
+
+
+def shampoo(params: Any) -> Shampoo:
+    return Shampoo(params, lr=0.05, epsilon=1e-6, factor_dtype=torch.float64)
+
+
 def trained_together(name: str, make: Make, state: str) -> list[Part]:
     with batched():
         return trained(WHOLE_LAYOUTS[name], make, STATES[state])
@@ -266,6 +332,8 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         ("2.5-D", came, "whole"),
         ("data x tensor", came, "ZeRO-2"),
         ("3-D", came, "whole"),
+        ("experts", soap, "whole"),
+        ("data x tensor", shampoo, "ZeRO-1"),
     ],
 )
 def test_step_of_tensors_together_matches_dense_update_on_ranks(
@@ -313,7 +381,7 @@ def steps_of_equal_shapes(make: Make, state: str, together: bool = True) -> dict
 
 
 @pytest.mark.default_cases(4)
-@pytest.mark.parametrize("make", [adafactor, came, lamb, lars, stable_adamw, muon])
+@pytest.mark.parametrize("make", [adafactor, came, lamb, lars, stable_adamw, muon, soap, shampoo])
 @pytest.mark.parametrize("state", ["whole", "ZeRO-1"])
 def test_step_of_equal_shapes_in_different_layouts_matches_step_one_by_one(
     world: World, make: Make, state: str

@@ -558,6 +558,18 @@ def test_rule_set_after_construction_steps_and_saves_as_if_given_to_the_construc
         assert all(map(torch.equal, values, other_values))
 
 
+def test_skip_spikes_without_spike_gives_results_of_its_inner_rule() -> None:
+    rules = {**RULES, **NAMED, **REMEMBERING, "user-defined": ByLastNorm()}
+    inner = trained(CONFIGS["one rank"], [*rules.values()])
+    rules["user-defined"] = ByLastNorm()  # it has its state in an attribute
+    outer = trained(CONFIGS["one rank"], [SkipSpikes(inner=rule) for rule in rules.values()])
+    for name, expected, told in zip(rules, inner, outer, strict=True):
+        assert told.bits == expected.bits, name
+        assert all(
+            torch.equal(part.value, other.value) for part, other in zip(told.parts, expected.parts, strict=True)
+        ), name
+
+
 def test_callable_threshold_is_resolved_only_if_the_steps_are_known() -> None:
     def halved(steps: Tensor) -> Tensor:
         return 1 / (1 + steps)

@@ -213,7 +213,7 @@ def interrupted_window() -> list[str]:
 
 def test_zero_grad_after_failed_window_restarts_window() -> None:
     said, value = interrupted_window()
-    assert "repeat the window" in said
+    assert "repeat all micro-batches of the window" in said
     assert float(value) == -3.0
 
 

@@ -37,6 +37,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StepObserver
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window, place_of, window_fields
+from ..step.wrapped_optimizer import parts_of
 from .gradient_noise import changes_, kept, squares
 from .telemetry import Planned, Slots, data_ranks_of, world_sum
 from .tensor_digest import BUCKETS, HASH_WORDS, digest, hash_words, joined_hash, row_hashes
@@ -338,14 +339,12 @@ class Recorder(StepObserver):
 
     def _header(self, step: int) -> dict[str, Any]:
         optimizer, topology = self.optimizer, self.optimizer.registry.topology
-        wrapped = optimizer.optimizer
-        classes = [type(part).__name__ for part in getattr(wrapped, "optimizers", None) or [wrapped]]
         return {
             "recording": VERSION,
             "step": step,
             "axes": {axis: [topology.size(axis), topology.role(axis)] for axis in topology.axes},
             "precision": optimizer.precision.name,
-            "optimizer": classes,
+            "optimizer": [type(part).__name__ for part in parts_of(optimizer.optimizer)],
             "max_norm": str(optimizer.max_norm),
             "every": self.every,
             "seed": self.seed,
@@ -445,9 +444,13 @@ def _plain(value: Any) -> Any:
 def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -> list[Any]:
     """Return a parameter's list in the file: three norms, three hashes, and the sketches in base64.
 
+    The hashes and the sketches are None if a shard's region is not known.
+
     Args:
         numbers: The column of the parameter, with `_ROWS` numbers.
-        divisor: The factor on the gradient that unscales it: D / W, or 1 / number of micro-batches.
+        divisor: The factor that turns the reduced gradient, without the loss scale, into the mean over the window. It is
+            the number of data ranks over which the gradient is averaged / the total weight of the window. Without
+            weights it is 1 / ``count``.
         count: The number by which the sketch of the gradient is divided already.
         double: True: keep the sketches in float64; False: in float32.
     """

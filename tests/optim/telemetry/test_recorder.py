@@ -212,6 +212,17 @@ def test_recorder_writes_the_last_step_after_an_exception_in_its_context(tmp_pat
     assert [*read_recording(tmp_path / "run.jsonl")] == [1, 2, 3]
 
 
+def test_recorder_names_every_optimizer_of_a_list(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    declare(model, {"*": P()})
+    parts = [torch.optim.AdamW([("weight", model.weight)]), torch.optim.SGD([("bias", model.bias)])]
+    optimizer = ParallelOptimizer(parts, ProcessGroupRegistry(Topology()))
+    with Recorder(optimizer, tmp_path / "run.jsonl"):
+        optimizer.backward(model(torch.ones(3)).sum())
+        optimizer.step()
+    assert read_recording(tmp_path / "run.jsonl")[1].run["optimizer"] == ["AdamW", "SGD"]
+
+
 def test_resumed_recorder_moves_later_steps_to_the_dropped_file(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     run_alone(path, steps=4)

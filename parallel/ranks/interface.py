@@ -124,7 +124,7 @@ def check_size(world_size: int) -> None:
 
 
 class RanksError(AssertionError):
-    """Error of a call on ranks: at least one rank raised an error, died or exceeded the timeout.
+    """Error of a call on ranks: at least one rank raised an error, died, exceeded the timeout, or did not make the call.
 
         try:
             run_ranks(check, 4)
@@ -135,12 +135,13 @@ class RanksError(AssertionError):
         function: Name of the function that was called.
         world_size: Number of ranks of the call.
         failures: Text per failed rank: a traceback, the stack of a rank that did not finish, or the cause of its death.
+        called: False: the ranks in ``failures`` did not make the call. Default: True.
 
     Attributes:
         failures: Text per failed rank, sorted by rank.
     """
 
-    def __init__(self, function: str, world_size: int, failures: Mapping[int, str]) -> None:
+    def __init__(self, function: str, world_size: int, failures: Mapping[int, str], called: bool = True) -> None:
         self.failures = dict(sorted(failures.items()))
         ranks_of: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
@@ -149,10 +150,11 @@ class RanksError(AssertionError):
         causes_first = sorted(ranks_of.items(), key=lambda item: not item[0].startswith("Traceback"))
         paragraphs = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
         count = f"{len(failures)} of {world_size} ranks" if world_size > 1 else "the only rank"
-        super().__init__("\n\n".join([f"{count} failed in {function}", *paragraphs]))
-        self._arguments = function, world_size, self.failures
+        problem = f"failed in {function}" if called else f"did not make the call run({function}, ...)"
+        super().__init__("\n\n".join([f"{count} {problem}", *paragraphs]))
+        self._arguments = function, world_size, self.failures, called
 
-    def __reduce__(self) -> tuple[type[RanksError], tuple[str, int, dict[int, str]]]:
+    def __reduce__(self) -> tuple[type[RanksError], tuple[str, int, dict[int, str], bool]]:
         """Pickle the arguments of the constructor, because pytest-xdist sends errors between processes."""
         return type(self), self._arguments
 

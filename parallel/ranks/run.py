@@ -250,7 +250,8 @@ class LaunchedRanks(Ranks):
             self._of = world_size, timeout
         if self._launch.rank < world_size:
             self._reply(function, call)
-        replies = self._gather(f"reply/{self._calls}", range(world_size), timeout + 10.0)
+        reply = f"reply/{self._calls}"
+        replies = self._gather(reply, range(world_size), timeout + 10.0, name_of(function), called=True)
         failures = {rank: content for rank, (succeeded, content) in replies.items() if not succeeded}
         if failures:
             self.close()
@@ -351,7 +352,7 @@ class LaunchedRanks(Ranks):
 
     def _check_same(self, what: tuple[Any, ...], timeout: float) -> None:
         self._post(f"call/{self._calls}", describe(what))
-        calls = self._gather(f"call/{self._calls}", range(self._launch.world_size), timeout)
+        calls = self._gather(f"call/{self._calls}", range(self._launch.world_size), timeout, what[0])
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(calls):
             ranks_of.setdefault(calls[rank], []).append(rank)
@@ -383,8 +384,17 @@ class LaunchedRanks(Ranks):
                 self._store.delete_key(f"{own}/{number}")
             self._store.delete_key(own)
 
-    def _gather(self, key: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
+    def _gather(
+        self, key: str, ranks: Sequence[int], timeout: float, function: str = "", called: bool = False
+    ) -> dict[int, Any]:
         """Wait for the values that ``ranks`` write into the store under ``key``, and return them by rank.
+
+        Args:
+            key: The key.
+            ranks: The ranks that write a value.
+            timeout: The longest time to wait, in seconds.
+            function: Name of the function that is passed to `run`, for the error. Default: none, outside `run`.
+            called: True: all ranks have made the call of `run`, and write their results. Default: False.
 
         Raises:
             RanksError: A rank has finished the test without writing a value, or did not write one within ``timeout``
@@ -398,15 +408,17 @@ class LaunchedRanks(Ranks):
             if not waiting:
                 break
             left = [rank for rank in waiting if rank in gone]
+            finished = f"finished the test without {'completing ' if called else ''}this call"
+            outcomes = {rank: self._read(end, rank)[0] for rank in left}
             failures = {
-                rank: f"ended the test without this call of run: {self._read(end, rank)[0] or 'the test passed there'}"
-                for rank in left
+                rank: f"{finished}: {outcome}" if outcome else f"{finished} (the test passed there)"
+                for rank, outcome in outcomes.items()
             }
             if time.monotonic() > deadline:
                 failures |= dict.fromkeys(waiting, f"did not respond within {timeout:g} seconds")
             if failures:
                 self.close()
-                raise RanksError("the test", self._launch.world_size, failures)
+                raise RanksError(function, len(ranks), failures, called)
             time.sleep(POLL_INTERVAL)
         return {rank: self._read(key, rank) for rank in ranks}
 

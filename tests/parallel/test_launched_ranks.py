@@ -92,6 +92,12 @@ def test_fails_if_one_process_leaves_before_the_run(ranks):
 
 
 @only_launched
+def test_fails_if_one_process_passes_without_the_run(ranks):
+    if RANK != 1:
+        ranks.run(total, 3, 1.0)
+
+
+@only_launched
 def test_fails_if_one_process_fails_after_the_run(ranks):
     ranks.run(total, 3, 1.0)
     assert RANK != 2, "failed late"
@@ -205,10 +211,15 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
         (
             "test_fails_if_one_process_leaves_before_the_run",
             [
-                "rank 1: ended the test without this call of run: ",
+                "1 of 3 ranks did not make the call run(test_of_a_user.total, ...)\n\n"
+                "rank 1: finished the test without this call: ",
                 "left early",
-                "rank 1: ended the test without this call",
+                "rank 1: finished the test without this call",
             ],
+        ),
+        (
+            "test_fails_if_one_process_passes_without_the_run",
+            ["rank 1: finished the test without this call (the test passed there)"] * 3,
         ),
         (
             "test_fails_if_one_process_fails_after_the_run",

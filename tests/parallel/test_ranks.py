@@ -136,6 +136,12 @@ def test_ranks_error_shows_equal_errors_once_with_their_ranks() -> None:
         assert (str(again), again.failures) == (str(error.value), error.value.failures)
 
 
+def test_pickled_ranks_error_keeps_its_message_about_missing_calls() -> None:
+    error = RanksError("module.check", 3, {1: "finished the test without this call"}, called=False)
+    assert str(error).startswith("1 of 3 ranks did not make the call run(module.check, ...)\n\nrank 1: finished ")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 def wait_for_rank_2() -> None:
     dist.all_reduce(torch.ones(1))
 

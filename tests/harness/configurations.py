@@ -17,7 +17,6 @@ import torch
 from cases import slice_of
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16, TorchFp16
-from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, Topology, blocks
 from torch import Tensor
 
@@ -209,7 +208,6 @@ PRECISIONS = {
     ),
     "fp16_naive": Mode(NaiveFp16(init_scale=64.0), torch.float16, 2**-11, has_masters=True),
 }
-RELOADS_MASTERS = hasattr(ParallelOptimizer, "reload_from_model")
 MEMORY_FORMATS = ("contiguous", "channels_last", "permuted", "expanded", "offset", "strided")
 
 
@@ -317,7 +315,7 @@ class Case:
         return start <= step and (end is None or step < end)
 
     def is_written(self, step: int) -> bool:
-        return self.written is not None and self.written[0] == step and (RELOADS_MASTERS or not self.mode.has_masters)
+        return self.written is not None and self.written[0] == step
 
     def setting_of(self, step: int) -> Setting:
         return self.setting if self.resumed is None or step < self.saved_at else self.resumed

@@ -201,7 +201,7 @@ def flipped_with_fingerprints(ranks: tuple[int, ...]) -> str:
         return run.step()
 
 
-def test_overwrite_error_with_fingerprints_requires_writes_on_all_ranks(world: World) -> None:
+def test_fingerprints_suppress_overwrite_error_only_if_one_rank_wrote(world: World) -> None:
     assert world.run(2, flipped_with_fingerprints, (1,)) == [""] * 2
     assert all("reload_from_model()" in error for error in world.run(2, flipped_with_fingerprints, (0, 1)))
 

@@ -285,7 +285,7 @@ Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 
 @dataclass(frozen=True)
 class PieceState:
-    """Description of the optimizer state of one shard: all of it except the elements of tensors.
+    """Description of the optimizer state of one shard: all of it except the elements of ``tensors`` and ``odd``.
 
     A key is the name of a state, such as "exp_avg".
 
@@ -810,8 +810,9 @@ class SharedRecord:
         for index in range(max(len(record.groups) for record in records)):
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
-            # A rank without parameters of the group has the group too, because torch's optimizers need at least one.
-            # Its hyper-parameters do not count.
+            # A torch optimizer needs at least one param group, so a rank without parameters of the group may have the
+            # group with an empty list. The hyper-parameters of this rank are left out, unless the group is empty on all
+            # ranks.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,

@@ -105,7 +105,7 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
     for level in range(levels_of(count)):
         for place in sorted(node.place for node in parts if node.level == level):
             if (value := parts.pop(Node(level, place), None)) is None:
-                continue  # it was added to its left half
+                continue  # it was added to its left sibling
             right = parts.pop(Node(level, place + 1), None) if place % 2 == 0 else None
             parts[Node(level + 1, place // 2)] = value if right is None else value.add_(right)
     (root,) = parts.values()

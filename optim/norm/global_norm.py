@@ -226,7 +226,13 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return this rank's powers per param group, and with ``per_parameter`` its powers per logical parameter too."""
+        """Return this rank's first parts of the packed vector: one power per param group; with ``per_parameter``, also
+        one power per logical parameter.
+
+        Args:
+            powers: One power per index in ``present``; for p >= `HIGH`, norms.
+            present: Indices of plan entries that have a gradient on this rank.
+        """
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 

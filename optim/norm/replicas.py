@@ -114,7 +114,8 @@ class ReplicaCheck:
         device: The device of the slots.
         states: A function that returns, for each entry, a dict of its optimizer states by name. None (default): states
             are not compared.
-        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0.
+        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0, except in 8-bit floats, of
+            which all bits are compared.
         what: The kind of ``params`` in a `Mismatch`. Default: "parameter".
     """
 
@@ -568,7 +569,8 @@ class TensorHash:
 
     Args:
         device: The device of the hashes.
-        exact: True: all bits count. False (default): all NaNs are equal, and -0 equals 0.
+        exact: True: all bits count. False (default): all NaNs are equal, and -0 equals 0, except in 8-bit floats, of
+            which all bits count.
     """
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:

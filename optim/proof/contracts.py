@@ -147,7 +147,7 @@ def _bit_sums(device: torch.device) -> TensorHash:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """Return a hash of the elements of a tensor. All NaNs count as equal, and -0 equals 0.
+    """Return a hash of the elements of a tensor. All NaNs count as equal, and -0 equals 0, except in 8-bit floats.
 
     Host synchronization: one if the tensor is on a GPU.
     """

@@ -1,7 +1,8 @@
 """Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the transform chain.
 
 A transform replaces parameters by local tensors of DTensors, by shards, by CPU copies, or by float32 master weights.
-The chain applies the transforms in this order.
+The chain applies the transforms in this order. Transforms that replace no tensor come last: they change the optimizer
+state, or run around the update.
 """
 
 from __future__ import annotations
@@ -133,9 +134,11 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 
 # A user passes state placements (`StatePlacement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement
 # checks its arguments and makes a parameter transform (`ParamTransform`). Transforms are installed in the order of
-# their `Position`; each one replaces tensors that the previous one returned:
+# their `Position`. Up to `Position.DTYPE`, each one replaces tensors that the previous one returned:
 #
 #     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
+#
+# Transforms at `Position.STATE` and `Position.UPDATE` replace no tensor.
 #
 # At the end of an accumulation window, gradients move from left to right (`pull_grads`). After the update, weights move
 # from right to left (`step`, `write_back`). A transform handles only its own replacements; `TransformChain` calls the

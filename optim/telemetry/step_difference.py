@@ -376,7 +376,15 @@ Explanation = tuple[Cause, str, "str | None"]
 def _explanations(
     pair: StepPair, report: _Report, ratio: float, limit: float, match: AxisMatch | None
 ) -> Iterator[Explanation]:
-    """Yield (cause, text, axis) for each explanation of a ratio, the most probable one first."""
+    """Yield (cause, text, axis) for each explanation of a ratio, the most probable explanation first.
+
+    Args:
+        pair: The step.
+        report: Has the names of the parameters that differ, and the quantity: "gradient" or "update".
+        ratio: The gradients or updates of run B are ``ratio`` times those of run A.
+        limit: The relative tolerance with which the ratio is compared with loss scales and other numbers.
+        match: The mesh axis whose size explains the ratio (`StepPair.axis_of_ratio`). None: there is no such axis.
+    """
     is_common = pair.is_all(report.names) and report.quantity == "gradient"
     if is_common:
         yield from _scales(pair, ratio, limit)

@@ -708,6 +708,11 @@ class CAME(FactoredOptimizer):
 
 
 def _inverse_roots(stack: Sequence[Slot], what: str) -> tuple[Tensor, Tensor]:
-    """Return the two factors of 1 / sqrt(second moment) of slots with equal layouts, as `stacked_factors` does."""
+    """Return the factors of 1 / sqrt(means of squares) of slots with equal layouts: `stacked_factors` to the power -1/2.
+
+    Args:
+        stack: The slots.
+        what: Selects the means: ``"sq"``: of squared gradients, ``"res"``: of squared differences (the instability).
+    """
     left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
     return left.rsqrt_(), right.rsqrt_()

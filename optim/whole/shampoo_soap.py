@@ -613,7 +613,8 @@ class SOAP(PreconditionedOptimizer):
             yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
 
     def _has_positive_rate(self, slot: Slot) -> bool:
-        """Return True if the learning rate is a number > 0, which the formulas of `_updates_together` need."""
+        """Return True if the learning rate is a number > 0 and lr * weight_decay < 1, so that r' > 0 in
+        `_updates_together`."""
         lr, decay = slot.group["lr"], slot.group["weight_decay"]
         return not isinstance(lr, Tensor) and lr > 0 and lr * decay < 1
 

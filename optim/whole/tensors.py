@@ -580,7 +580,7 @@ class WholeTensors:
         return [part for own in lists for part in chunks(own, lambda position: prod(self._shapes[position]))]
 
     def contributes(self, position: int) -> bool:
-        """Return True if this rank's part of the sums of a tensor is not 0 because other ranks contribute all of it."""
+        """Return True if this rank adds elements to the sums of a tensor; False if other ranks add all its elements."""
         boxes = self._canonical_boxes[position]
         return boxes is None or any(prod(box.sizes) for box in boxes)
 

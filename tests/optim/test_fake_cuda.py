@@ -233,6 +233,13 @@ def test_step_with_dtensors_on_cuda_needs_no_host_synchronization(mode: str, rul
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
+@pytest.mark.parametrize("topology", [Topology(), Topology(data=2, tensor=2)])
+def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization(topology: Topology) -> None:
+    logs = steps(topology, "fp32", {"commit": lambda: torch.ones((), dtype=torch.bool, device=CUDA)})
+    assert logs[-1].launches
+    assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
+
+
 COMPARES = "amp/casting.py"
 
 

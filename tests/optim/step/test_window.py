@@ -31,6 +31,19 @@ def test_final_step_without_micro_batch_does_not_end_window() -> None:
     assert not window.ends(final=False)
 
 
+def test_gradients_bypass_a_window_only_if_it_has_no_micro_batch() -> None:
+    window, param = Window(None, scaled=True), torch.ones(2, requires_grad=True)
+    param.sum().backward()
+    assert window.has_bypassed_grads([param])
+    with window.micro_batch(None, [param], []):
+        param.sum().backward()
+    assert not window.has_bypassed_grads([param])
+    window.close([param])
+    assert not window.has_bypassed_grads([param])  # the step left the gradient
+    param.sum().backward()
+    assert window.has_bypassed_grads([param])
+
+
 @pytest.mark.parametrize("end", ["complete", "clipped"])
 def test_broken_window_stays_broken_until_it_is_cleared(end: str) -> None:
     window = broken_window()

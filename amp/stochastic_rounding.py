@@ -239,6 +239,7 @@ def _add_noise_to_default_nans(flat: Tensor, noise: Tensor) -> Tensor:
 # Stochastic rounding --------------------------------------------------------------------------------------------------
 
 BUCKET_NUMEL = 2**22
+BUCKET_NUMEL_ON_GPU = 2**24  # larger, because the host takes 1 to 2 ms per bucket
 
 
 class StochasticRounding:
@@ -282,7 +283,8 @@ class StochasticRounding:
         registry: The process groups, on the mesh whose axes the parameters' specs name. Default None: parameters need no
             spec.
         seed: Integer of at most 64 bits, equal on all ranks. Default: 0.
-        bucket_numel: Maximum number of elements per bucket of several parameters, >= 1. Default: 2^22.
+        bucket_numel: Maximum number of elements per bucket of several parameters, >= 1. Default None: 2^22 if the first
+            parameter is on a CPU, 2^24 if it is on a GPU.
 
     Attributes:
         steps: Number of completed calls of `step`, including skipped steps.
@@ -301,8 +303,11 @@ class StochasticRounding:
         registry: ProcessGroupRegistry | None = None,
         *,
         seed: int = 0,
-        bucket_numel: int = BUCKET_NUMEL,
+        bucket_numel: int | None = None,
     ) -> None:
+        if bucket_numel is None:
+            first = next((param for group in optimizer.param_groups for param in group["params"]), None)
+            bucket_numel = BUCKET_NUMEL if first is None or first.is_cpu else BUCKET_NUMEL_ON_GPU
         if bucket_numel < 1:
             raise ValueError(f"bucket_numel={bucket_numel}: give a number of elements >= 1")
         self.optimizer, self.registry = optimizer, registry

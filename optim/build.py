@@ -39,7 +39,7 @@ from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
 from .gradients.buckets import BUCKET_BYTES, CommHook, gradient_buckets
 from .gradients.fixed_order import FixedOrderSum, TreeRanks
 from .gradients.reduce_in_backward import BackwardReducer, Early
-from .kernels.choice import kernels_here
+from .kernels.choice import kernels_here, kernels_on_gpu
 from .norm.exact_norm import check_exact
 from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduction, check_measurement
 from .norm.param_table import ParamTable
@@ -226,6 +226,8 @@ class Setup:
             "commit": None if self.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
+        if any(param.is_cuda for group in self.optimizer.param_groups for param in group["params"]):
+            said["kernels on GPUs (use_kernels or MESHSTEP_KERNELS)"] = kernels_on_gpu()
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         said["optimizers that need full tensors"] = whole
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]

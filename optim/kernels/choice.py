@@ -1,8 +1,9 @@
 """Choice of the kernels that compute gradient norms and optimizer updates: meshstep's own or torch's.
 
-    "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's
+    "auto"    on a CPU the compiled kernels (`native`) if they are installed; on an NVIDIA GPU the Triton kernels
+              (`triton`) if they compile and run there; otherwise torch's
     "torch"   torch's kernels on every device
-    "triton"  on a GPU the Triton kernels (`triton`); on a CPU as "auto"
+    "triton"  on a GPU the Triton kernels, or an error if they don't run there; on a CPU as "auto"
 
 With "triton" and the environment variable ``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then
 the compiled kernels are not used.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ...amp.capture import is_captured
 from .native import Native, built
 
 if TYPE_CHECKING:  # triton is optional, and takes a second to import
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # triton is optional, and takes a second to import
 
 Kernels = Literal["auto", "torch", "triton"]
 VARIABLE = "MESHSTEP_KERNELS"
+OLDEST = (8, 0)  # the lowest compute capability for which the Triton kernels are compiled in tests
 
 _choice: list[Kernels] = []
 
@@ -41,6 +44,14 @@ class Chosen:
         """Return the Triton kernels if "triton" is chosen, even if they don't run on the tensors' device; else None."""
         return _loaded() if kernels_chosen() == "triton" else None
 
+    @cached_property
+    def triton_on_gpu(self) -> Triton | None:
+        """Return the Triton kernels if they are used on GPUs, which "auto" decides with a test on the current GPU.
+
+        Host synchronization: one with "auto", on first use.
+        """
+        return _usable() if kernels_chosen() == "auto" else self.triton
+
 
 chosen = Chosen()
 
@@ -55,11 +66,12 @@ def use_kernels(kernels: Kernels) -> None:
         use_kernels("torch")
 
     Args:
-        kernels: "auto": compiled loops on a CPU if they are installed, and torch's kernels on a GPU. The loops compute
-            gradient norms, and the updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory.
-            "torch": torch's own kernels everywhere. "triton": Triton kernels compute these norms and updates on a GPU;
-            on a CPU as "auto". The Triton kernels **have never run on a GPU**: they pass their tests in Triton's
-            interpreter, and compile for GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
+        kernels: "auto": compiled loops on a CPU if they are installed, and Triton kernels on an NVIDIA GPU of compute
+            capability 8.0 or higher, if Triton can compile and run a kernel there; a log message names the reason if it
+            can't. Otherwise torch's kernels. "torch": torch's own kernels everywhere. "triton": as "auto" but with an
+            error if the Triton kernels can't run on the GPU. Loops and Triton kernels compute gradient norms, and the
+            updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory; the Triton kernels also round
+            stochastically.
 
     Raises:
         ValueError: ``kernels`` is none of "auto", "torch" and "triton".
@@ -85,13 +97,26 @@ def kernels_chosen() -> Kernels:
 
 
 def triton_on(device: torch.device) -> Triton | None:
-    """Return the Triton kernels if they are chosen and run on ``device``; otherwise None."""
-    kernels = chosen.triton
+    """Return the Triton kernels if they are chosen and run on ``device``; otherwise None.
+
+    While a CUDA graph is captured before any use of kernels on a GPU, "auto" uses torch's kernels.
+    """
+    if device.type != "cuda":
+        kernels = chosen.triton
+    elif "triton_on_gpu" not in vars(chosen) and is_captured():
+        return None
+    else:
+        kernels = chosen.triton_on_gpu
     return kernels if kernels is not None and kernels.runs_on(device) else None
 
 
+def kernels_on_gpu() -> str:
+    """Return "triton" or "torch": the kernels on the current GPU. Ranks with parameters on a GPU compare it."""
+    return "torch" if chosen.triton_on_gpu is None else "triton"
+
+
 def kernels_here() -> str:
-    """Return a text that names the kernels of this process. Ranks compare it, because all must use the same kernels."""
+    """Return a text that names the kernels on the CPU. Ranks compare it, because all must use the same kernels."""
     if _is_interpreted():
         return "triton, interpreted"
     on_cpu = "torch" if chosen.native is None else "native"
@@ -119,6 +144,31 @@ def _found() -> Native | None:
 
 
 @cache
+def _usable() -> Triton | None:
+    """Return the Triton kernels if they sum squares correctly on the current GPU, otherwise None."""
+    if not torch.cuda.is_available():
+        return None
+    log = logging.getLogger("meshstep")
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < OLDEST:
+        log.info(
+            "GPU kernels: torch's (Triton kernels need an NVIDIA GPU of compute capability %d.%d or higher)", *OLDEST
+        )
+        return None
+    try:
+        powers = _loaded().powers([torch.full((5,), 3.0, device="cuda")], 2.0)
+        problem = "" if powers is not None and powers.tolist() == [45.0] else "a sum of squares was wrong"
+    except ImportError as error:
+        log.info("GPU kernels: torch's (triton can't be imported: %s)", error)
+        return None
+    except Exception as error:  # Triton raises errors of many classes, for example without a C compiler
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        log.warning("GPU kernels: torch's, because Triton kernels can't be used here (%s)", problem)
+        return None
+    return _loaded()
+
+
+@cache
 def _loaded() -> Triton:
     from .triton import Triton
 
@@ -126,7 +176,7 @@ def _loaded() -> Triton:
     if found.interpreted:
         log.info("kernels: triton %s, interpreted on the CPU", found.version)
     else:
-        log.info("GPU kernels: triton %s, never tested on a GPU ('auto' uses torch's)", found.version)
+        log.info("GPU kernels: triton %s (set MESHSTEP_KERNELS=torch for torch's)", found.version)
     return found
 
 

@@ -71,6 +71,7 @@ class Constants:
 
 T = TypeVar("T")
 TABLES_KEPT = 64
+RESERVE = 64  # pinned memory for captures, in units of the largest table; a captured step has up to 13 tables
 DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 
@@ -100,10 +101,16 @@ class Tables:
 
     A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
     pinned memory, without host synchronization. Each CUDA stream has separate tables.
+
+    In the capture of a CUDA graph, a table is copied by the graph itself, from pinned memory that stays unchanged. This
+    memory is allocated in steps before the capture, because a capture can't allocate it.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._largest = 0  # number of elements of the largest table so far
+        self._for_graphs: Tensor | None = None  # pinned int64 elements for future captures
+        self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 
     def of(self, values: array[int] | array[float], device: torch.device) -> Tensor:
         """Return a tensor on ``device`` with the given values: [len(values)], int64 for integers, float64 for floats.
@@ -111,7 +118,7 @@ class Tables:
         Host synchronization: none.
         """
         key = (values.typecode, values.tobytes(), device, _stream(device))
-        return self._one(key, lambda: _brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]).clone(), device))
+        return self._one(key, lambda: self._brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
         """Return the division of tensors into chunks of ``size`` elements.
@@ -123,9 +130,15 @@ class Tables:
         Host synchronization: none.
         """
         key = (size, numels.tobytes(), device, _stream(device))
-        return self._one(key, lambda: _cut(numels, size, device))
+        return self._one(key, lambda: self._cut(numels, size, device))
 
     def _one(self, key: Hashable, make: Callable[[], T]) -> T:
+        if is_captured():
+            return make()
+        if self._largest and (self._for_graphs is None or len(self._for_graphs) < RESERVE * self._largest):
+            self._for_graphs = torch.empty(
+                2 * RESERVE * self._largest, dtype=torch.int64, device="cpu", pin_memory=True
+            )
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
@@ -135,20 +148,40 @@ class Tables:
         found: T = self._kept[key]
         return found
 
+    def _cut(self, numels: array[int], size: int, device: torch.device) -> Chunks:
+        lengths = torch.frombuffer(numels, dtype=torch.int64)
+        counts = (lengths + size - 1) // size
+        first = torch.zeros(len(numels) + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(counts, 0, out=first[1:])
+        count = int(first[-1])
+        tensor = torch.repeat_interleave(counts)
+        chunks = torch.stack([tensor, torch.arange(count, device="cpu") - first[tensor]], 1)
+        return Chunks(
+            self._brought(lengths, device), self._brought(chunks, device), self._brought(first, device), count
+        )
 
-def _cut(numels: array[int], size: int, device: torch.device) -> Chunks:
-    lengths = torch.frombuffer(numels, dtype=torch.int64).clone()
-    counts = (lengths + size - 1) // size
-    first = torch.zeros(len(numels) + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(counts, 0, out=first[1:])
-    count = int(first[-1])
-    tensor = torch.repeat_interleave(counts)
-    chunks = torch.stack([tensor, torch.arange(count, device="cpu") - first[tensor]], 1)
-    return Chunks(_brought(lengths, device), _brought(chunks, device), _brought(first, device), count)
+    def _brought(self, table: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of the CPU tensor ``table`` on ``device``."""
+        if device.type == "cpu":
+            return table.clone()
+        if is_captured():
+            return self._pinned_for_a_graph(table).to(device, non_blocking=True)
+        self._largest = max(self._largest, table.numel())
+        return table.pin_memory().to(device, non_blocking=True)
 
-
-def _brought(table: Tensor, device: torch.device) -> Tensor:
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    def _pinned_for_a_graph(self, table: Tensor) -> Tensor:
+        """Return a copy of ``table`` in pinned memory that is never changed or freed."""
+        numel = table.numel()
+        if self._for_graphs is None or len(self._for_graphs) < numel:
+            raise RuntimeError(
+                "a CUDA graph captures a step with kernels that have not run before, or the steps of many graphs in a row: "
+                "make one step without a graph before each capture"
+            )
+        pinned, self._for_graphs = self._for_graphs[:numel], self._for_graphs[numel:]
+        pinned = pinned.view(table.dtype).view(table.shape)
+        pinned.copy_(table)
+        self._in_graphs.append(pinned)
+        return pinned
 
 
 def _stream(device: torch.device) -> int:

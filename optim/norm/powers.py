@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from ...amp.capture import is_captured
 from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
@@ -198,7 +197,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     device, powers = gradients[0].device, None
     high = inf > norm_type >= HIGH
-    kernels = None if high or chosen.triton is None or is_captured() else triton_on(device)
+    kernels = None if high else triton_on(device)
     if kernels is not None:
         powers = kernels.powers(gradients, norm_type)
     elif chosen.native is not None and gradients[0].is_cpu:

@@ -41,7 +41,7 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not is_captured():
         yield
         return
-    _check_states_are_made(optimizer)
+    check_states_are_made(optimizer)
     said = [group for group in optimizer.param_groups if group.get("capturable") is False]
     for group in said:
         group["capturable"] = True
@@ -52,7 +52,9 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["capturable"] = False
 
 
-def _check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
+def check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if some parameters have states, and others have their first gradient, for which a captured step
+    would create states."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with_state = [bool(optimizer.state.get(param)) for param in params]
     if not any(with_state):
@@ -268,7 +270,8 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        with capturable(optimizer), FusedStepCountMode(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
+        counts = found_inf.is_cuda and not asks_other_ranks(optimizer)  # full-tensor optimizers count by themselves
+        with capturable(optimizer), FusedStepCountMode(optimizer, found_inf) if counts else nullcontext():
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale

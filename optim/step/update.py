@@ -29,6 +29,7 @@ from .c_engine import (
     step_cached_rows,
 )
 from .torch_engine import (
+    check_states_are_made,
     dense_stand_ins,
     is_miscomputed,
     lay_out_all,
@@ -350,16 +351,16 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
     """Return the Triton kernels if they were chosen as the backend and support the optimizer; None otherwise.
 
-    During the capture of a CUDA graph return None, because the kernels' tables of addresses are copied from the host.
-
     Args:
         optimizer: The optimizer.
         found_inf: 0-dim skip flag; its device is the kernels' device.
         factor: 0-dim factor on gradients on the same device; None: 1.
+    Raises:
+        RuntimeError: A CUDA graph captures the update, and a parameter has its first gradient (`check_states_are_made`).
     """
     device = found_inf.device
     kernels = triton_on(device)
-    if kernels is None or is_captured():
+    if kernels is None:
         return None
 
     def is_read(value: Tensor) -> bool:
@@ -371,7 +372,11 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
         isinstance(value, Tensor) and key != "lr" for group in optimizer.param_groups for key, value in group.items()
     ):
         return None
-    return kernels if is_supported(optimizer, is_read) else None
+    if not is_supported(optimizer, is_read):
+        return None
+    if is_captured():
+        check_states_are_made(optimizer)
+    return kernels
 
 
 def step_by_triton(

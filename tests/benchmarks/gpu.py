@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import platform
 import sys
 import time
@@ -121,7 +122,7 @@ def clip_and_step(shapes: list[tuple[int, ...]], precision: str, device: torch.d
         # bfloat16 weights without masters, float32 moments, float32 gradients that are read twice
         found["meshstep, stochastic rounding"] = lambda: Contender(own(rounded), 28)
     if triton:
-        found["meshstep, Triton's kernels"] = lambda: Contender(by_triton(own()), 32 + extra)
+        found["meshstep, torch's kernels"] = lambda: Contender(by_torch(own), 32 + extra)
     if device.type == "cuda":
         found["meshstep, CUDA graph"] = lambda: Contender(captured(own()), 32 + extra)
     return found
@@ -179,7 +180,7 @@ def norms(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.devic
         "meshstep: squares in float64": lambda: Contender(own, dtype.itemsize),
     }
     if triton:
-        found["meshstep, Triton's kernels"] = lambda: Contender(by_triton(own), dtype.itemsize)
+        found["meshstep, torch's kernels"] = lambda: Contender(by_torch(lambda: own), dtype.itemsize)
     return found
 
 
@@ -275,16 +276,24 @@ def two_ranks_without_communication() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def by_triton(step: Step) -> Step:
-    """Return the step, run with ``use_kernels("triton")``."""
+def by_torch(make: Callable[[], Step]) -> Step:
+    """Return the step that ``make`` returns, made and run with ``use_kernels("torch")``."""
     from meshstep.optim import use_kernels
 
-    def stepped() -> None:
-        use_kernels("triton")
+    @contextmanager
+    def torchs() -> Iterator[None]:
+        use_kernels("torch")
         try:
-            step()
+            yield
         finally:
             use_kernels("auto")
+
+    with torchs():
+        step = make()
+
+    def stepped() -> None:
+        with torchs():
+            step()
 
     return stepped
 
@@ -422,7 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this file, without a graph"
     )
-    parser.add_argument("--no-triton", action="store_true", help="leave out Triton's kernels")
+    parser.add_argument("--no-triton", action="store_true", help="use torch's kernels only")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("this needs a GPU, and torch finds none; --device cpu --quick tries the file itself", file=sys.stderr)
@@ -437,7 +446,11 @@ def main(arguments: list[str] | None = None) -> int:
         models = {"100 parameters of 64 elements": [(64,)] * 100, "a transformer's layer": transformer(128, 1, 512)}
     copy = copy_rate(device, 2**22 if options.quick else 2**30, 10)
     print(f"{hardware(device)}; a copy on the device moves {copy / 1e9:.0f} GB/s (read and written)")
-    triton = device.type == "cuda" and not options.no_triton and find_spec("triton") is not None
+    from meshstep.optim.kernels.choice import VARIABLE, kernels_on_gpu
+
+    if options.no_triton:
+        os.environ[VARIABLE] = "torch"
+    triton = device.type == "cuda" and kernels_on_gpu() == "triton"
 
     def show(title: str, ways: Ways, shapes: list[tuple[int, ...]], rounds: int) -> None:
         numel = sum(torch.Size(shape).numel() for shape in shapes)

@@ -84,29 +84,34 @@ class Phase:
         return Counter(re.findall(r"(?m)::\S.* (PASSED|FAILED|ERROR|SKIPPED)\b", self.text))
 
 
-def tests(name: str, limit: float, files: Sequence[str], device: str, more: Sequence[str]) -> Phase:
+def tests(name: str, limit: float, files: Sequence[str], device: str, more: Sequence[str], **environment: str) -> Phase:
     chosen = [f"test_gpu_{file}.py" for file in files]
     options = ["-m", device, "-v", "--tb=short", "-rfE", "--durations=6", *more]
     # Triton's kernels run on a CPU in Triton's interpreter.
     interpreted = {"TRITON_INTERPRET": "1"} if device == "cpu" and "triton" in files else {}
-    return Phase(name, ["-m", "tests.gpu", *chosen, *options], limit, {"OMP_NUM_THREADS": "4", **interpreted})
+    return Phase(name, ["-m", "tests.gpu", *chosen, *options], limit, {**environment, **interpreted})
 
 
 def stages(device: str, more: Sequence[str], gpus: int) -> list[list[Phase]]:
-    """Return the phases. Those of one stage run at the same time, the most informative stages run first."""
+    """Return the phases. Those of one stage run at the same time; the benchmark runs alone."""
     on_cpu = device == "cpu"
     benchmark = Phase("speed", ["tests/benchmarks/gpu.py", *(["--device", "cpu", "--quick"] if on_cpu else [])], 170.0)
+
+    def phase(name: str, *files: str, **environment: str) -> Phase:
+        return tests(name, 240.0, files, device, more, OMP_NUM_THREADS="4", **environment)
+
     found = [
-        [tests("kernels", 110.0, ("triton", "steps", "loss_scale", "rounding"), device, more)],
-        [benchmark],
         [
-            tests("graphs", 240.0, ("capture",), device, more),
-            tests("ranks", 240.0, ("nccl", "ranks", "checkpoints", "offload", "fp8"), device, more),
-            tests("configurations", 240.0, ("configurations",), device, more),
-            tests("optimizers", 240.0, ("optimizers",), device, more),
-            tests("powers", 240.0, ("powers",), device, more),
-            tests("soak", 240.0, ("soak",), device, more),
+            phase("kernels", "triton", "rounding", "loss_scale"),
+            phase("steps", "steps", "optimizers"),
+            phase("graphs", "capture"),
+            phase("ranks", "nccl", "ranks", "checkpoints", "offload", "fp8"),
+            phase("configurations", "configurations"),
+            phase("torch's kernels", "steps", "rounding", "configurations", MESHSTEP_KERNELS="torch"),
+            phase("powers", "powers"),
+            phase("soak", "soak"),
         ],
+        [benchmark],
     ]
     if gpus > 1 or on_cpu:
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(max(gpus, 2))]

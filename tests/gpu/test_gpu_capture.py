@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from cpu_graph import CpuGraph
 from graph_runs import SETTINGS, CudaGraph, Graph, Run, by_replays, by_steps
+from loops import using
 from precision_modes import differences
 
-pytestmark = pytest.mark.usefixtures("torchs_kernels")
+
+@pytest.fixture(params=["auto", "torch"], autouse=True)
+def _kernels(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """Use the library's kernels and torch's on a GPU. On the CPU `CpuGraph` records torch operators only."""
+    if device.type == "cpu" and request.param == "auto":
+        pytest.skip("the substitute of a CUDA graph records torch operators only")
+    with using(request.param):
+        yield
 
 
 def graph_on(device: torch.device) -> Callable[[], Graph]:

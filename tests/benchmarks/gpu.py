@@ -1,4 +1,4 @@
-"""Time steps on a GPU and count kernel launches: meshstep, also with Triton and in a CUDA graph, and its peers.
+"""Time steps on a GPU and count kernel launches: meshstep, also with torch's kernels and in a CUDA graph, and its peers.
 
     python tests/benchmarks/gpu.py [--quick]
 

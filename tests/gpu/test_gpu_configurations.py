@@ -14,7 +14,7 @@ import pytest
 import torch
 from on_gpu import ranks
 
-pytest.importorskip("hypothesis", reason="hypothesis draws the configurations")
+pytest.importorskip("hypothesis", reason="hypothesis draws the configurations", exc_type=ImportError)
 
 from configurations import Case, case_of
 from configured_runs import Report, go_on, run

@@ -209,7 +209,8 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
     params = [param for group in groups for param in group["params"]] if is_fused else []
-    gaps = [param for param in params if param.grad is not None and not _has_usual_strides(param)]
+    other = [param for param in params if not (param.is_contiguous() and param.numel())]  # few or none
+    gaps = [param for param in other if param.grad is not None and not _has_usual_strides(param)]
     if not gaps:
         yield
         return

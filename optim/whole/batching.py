@@ -44,20 +44,6 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def zeros_like_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros of the shape, dtype and device of each tensor, in a few shared buffers."""
-    found: dict[int, Tensor] = {}
-    for (device, dtype), indices in grouped(
-        range(len(tensors)), lambda index: (tensors[index].device, tensors[index].dtype)
-    ).items():
-        # multiples of 64 elements, because kernels are faster with aligned tensors
-        numels = [-(-tensors[index].numel() // 64) * 64 for index in indices]
-        parts = torch.zeros(sum(numels), dtype=dtype, device=device).split(numels)
-        for index, part in zip(indices, parts, strict=True):
-            found[index] = part[: tensors[index].numel()].view(tensors[index].shape)
-    return [found[index] for index in range(len(tensors))]
-
-
 # Tensors in one buffer ------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from .batching import LazyTensors, grouped
-from .optimizer import LATE, Slot, Update, WholeOptimizer, adam_directions, moments, unscale_together
+from ..norm.powers import powers_by_torch
+from .batching import LazyTensors, PackedTensors, chunks, grouped
+from .optimizer import LATE, Slot, Update, WholeOptimizer, adam_directions, moments
 
 
 class LAMB(WholeOptimizer):
@@ -43,8 +44,9 @@ class LAMB(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the update directions of all tensors. Gradients that are clipped or scaled are changed in
-        place there, as by torch's fused optimizers.
+    Memory: on a GPU, in a step, the update directions of sharded tensors, and about 32 MB or one tensor of the size of the
+        largest parameter. Gradients that are clipped or scaled are changed in place there, as by torch's fused
+        optimizers.
     """
 
     divides_gradients = True
@@ -90,33 +92,49 @@ class LAMB(WholeOptimizer):
             rate = slot.group["lr"]
             if slot.position in params:
                 w_norm, r_norm = w_norms[slot.position], r_norms[slot.position]
-                rate = rate * torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
+                rate = rate * _trust(w_norm, r_norm)
             yield Update(slot, slot.param - rate * r, {"exp_avg": m, "exp_avg_sq": v})
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
-        directions: dict[int, Tensor] = {}
-        uncounted: list[Slot] = []
-        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
-            group, counts = of_group[0].group, [slot.state["step"] for slot in of_group]
-            if not group["bias_correction"]:
-                uncounted += of_group
-                counts = [torch.full_like(counts[0], LATE) for _ in counts]
-            found = adam_directions(of_group, counts, getattr(self, "found_inf", None))
-            if decay := group["weight_decay"]:
-                torch._foreach_add_(found, [slot.param for slot in of_group], alpha=decay)
-            directions.update((slot.position, r) for slot, r in zip(of_group, found, strict=True))
-        params = {slot.position: slot.param for slot in slots if _is_adapted(slot)}
-        w_norms, r_norms = self.tensors.norms_of(params, {position: directions[position] for position in params})
-        if params:
-            w, r = (torch.stack([norms[position] for position in params]) for norms in (w_norms, r_norms))
-            trust = torch.where((w > 0) & (r > 0), w / r, 1.0)
-            _multiply_each([directions[position] for position in params], trust)
-        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
-            along = [directions[slot.position] for slot in of_group]
-            self.descend_each([slot.param for slot in of_group], along, of_group[0].group["lr"])
-        for slot in uncounted:
-            yield Update(slot, slot.param, {})
+        sharded = [slot for slot in slots if self.tensors.is_split(slot.position)]
+        local = [slot for slot in slots if not self.tensors.is_split(slot.position)]
+        for chunk in _chunks(local):
+            directions = self._directions(chunk)
+            if _is_adapted(chunk[0]):
+                directions.multiply(_trust(_norms([slot.param for slot in chunk]), _norms(directions.tensors)))
+            self.descend_each([slot.param for slot in chunk], directions.tensors, chunk[0].group["lr"])
+        kept = [(chunk, self._directions(chunk)) for chunk in _chunks(sharded)]
+        of_slots = [
+            (slot, direction)
+            for chunk, directions in kept
+            for slot, direction in zip(chunk, directions.tensors, strict=True)
+            if _is_adapted(slot)
+        ]
+        w_norms, r_norms = self.tensors.norms_of(
+            {slot.position: slot.param for slot, _ in of_slots}, {slot.position: one for slot, one in of_slots}
+        )
+        for chunk, directions in kept:
+            if _is_adapted(chunk[0]):
+                w, r = (torch.stack([found[slot.position] for slot in chunk]) for found in (w_norms, r_norms))
+                directions.multiply(_trust(w, r))
+            self.descend_each([slot.param for slot in chunk], directions.tensors, chunk[0].group["lr"])
+        yield from (Update(slot, slot.param, {}) for slot in slots if not slot.group["bias_correction"])
+
+    def _directions(self, chunk: Sequence[Slot]) -> PackedTensors:
+        """Update the moments in place, and return the update direction of each slot."""
+        group, counts = chunk[0].group, [slot.state["step"] for slot in chunk]
+        if not group["bias_correction"]:
+            counts = list(torch.full_like(counts[0], LATE).expand(len(chunk)).clone().unbind())
+        directions = adam_directions(chunk, counts, getattr(self, "found_inf", None))
+        if decay := group["weight_decay"]:
+            torch._foreach_add_(directions.tensors, [slot.param for slot in chunk], alpha=decay)
+        return directions
+
+
+def _trust(w: Tensor, r: Tensor) -> Tensor:
+    """Return the trust ratios, given the norms of parameters and update directions."""
+    return torch.where((w > 0) & (r > 0), w / r, 1.0)
 
 
 def _is_adapted(slot: Slot) -> bool:
@@ -163,6 +181,7 @@ class LARS(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
+    Memory: on a GPU with momentum, in a step, about 32 MB or one more tensor of the size of the largest parameter.
     """
 
     divides_gradients = True
@@ -220,24 +239,25 @@ class LARS(WholeOptimizer):
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
-        unscale_together(slots)
         adapted = [slot for slot in slots if _is_adapted(slot)]
-        params, grads = {slot.position: slot.param for slot in adapted}, {slot.position: slot.grad for slot in adapted}
-        w_norms, g_norms = self.tensors.norms_of(params, grads)
-        for of_group in grouped(slots, lambda slot: id(slot.group)).values():
-            group, along = of_group[0].group, [slot.grad for slot in of_group]
-            weights = [slot.param for slot in of_group]
-            if _is_adapted(of_group[0]):
-                w, g = (torch.stack([norms[slot.position] for slot in of_group]) for norms in (w_norms, g_norms))
+        params = {slot.position: slot.param for slot in adapted}
+        # the norm of a scaled gradient is divided by the scale, so that no unscaled gradients are kept
+        w_norms, g_norms = self.tensors.norms_of(
+            params, {slot.position: slot.scaled_grad.contiguous() for slot in adapted}
+        )
+        for chunk in _chunks(slots):
+            group, weights = chunk[0].group, [slot.param for slot in chunk]
+            along, scale = _gradients(chunk), chunk[0].grad_scale
+            if _is_adapted(chunk[0]):
+                w, g = (torch.stack([norms[slot.position] for slot in chunk]) for norms in (w_norms, g_norms))
+                g = g if scale is None else g / scale.to(g.device)
                 trust = group["trust_coeff"] * w / (g + group["weight_decay"] * w + group["eps"])
-                trust = torch.where((w > 0) & (g > 0), trust, 1.0)
-                made = torch._foreach_add(along, weights, alpha=group["weight_decay"])
-                _multiply_each(made, trust)
-                along = list(made)
+                torch._foreach_add_(along.tensors, weights, alpha=group["weight_decay"])
+                along.multiply(torch.where((w > 0) & (g > 0), trust, 1.0))
             sgd(
                 weights,
-                along,
-                [slot.state["momentum_buffer"] for slot in of_group],
+                along.tensors,
+                [slot.state["momentum_buffer"] for slot in chunk],
                 fused=True,
                 found_inf=getattr(self, "found_inf", None),
                 lr=group["lr"],
@@ -278,8 +298,10 @@ class StableAdamW(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, up to five more tensors of the size of each parameter.
+    Memory: on a GPU, in a step, about 100 MB or three more tensors of the size of the largest parameter.
     """
+
+    divides_gradients = True
 
     def __init__(
         self,
@@ -313,32 +335,33 @@ class StableAdamW(WholeOptimizer):
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Make the step of `updates` in place, with few kernels, and yield the slots whose counts must be increased."""
-        groups = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
-        normalized: dict[int, Tensor] = {}
-        for alike in groups:
-            grads = [slot.grad for slot in alike]
-            squares = list(torch._foreach_mul(grads, grads))
-            for which, (key, values) in enumerate((("exp_avg", grads), ("exp_avg_sq", squares))):
-                old = [slot.state[key] for slot in alike]
-                change = torch._foreach_sub(values, old)
-                _multiply_each(change, _rates(alike, which))
-                self.descend_each(old, change, -1.0)
-            lowest = alike[0].group["eps"] ** 2
-            roots = torch._foreach_sqrt(torch._foreach_clamp_min([slot.state["exp_avg_sq"] for slot in alike], lowest))
-            made = torch._foreach_div(grads, roots)
-            normalized.update((slot.position, tensor) for slot, tensor in zip(alike, made, strict=True))
-        (norms,) = self.tensors.norms_of(normalized)
-        normalized.clear()
-        for alike in groups:
-            params, group = [slot.param for slot in alike], alike[0].group
-            along = torch._foreach_sqrt([slot.state["exp_avg_sq"] for slot in alike])
-            torch._foreach_add_(along, group["eps"])
-            along = torch._foreach_div([slot.state["exp_avg"] for slot in alike], along)
-            torch._foreach_add_(along, params, alpha=group["weight_decay"])
-            sizes = [sqrt(max(prod(self._shape(slot)), 1)) for slot in alike]
-            means = torch._foreach_div([norms[slot.position] for slot in alike], sizes)
-            _multiply_each(along, torch.stack(means).clamp(min=1).reciprocal())
-            self.descend_each(params, along, group["lr"])
+        found: dict[int, Tensor] = {}
+        for chunk in _chunks(slots):
+            grads, change = _gradients(chunk), _packed(chunk)
+            for which, (key, power) in enumerate((("exp_avg", 1), ("exp_avg_sq", 2))):
+                old = [slot.state[key] for slot in chunk]
+                torch.pow(grads.flat, power, out=change.flat)
+                torch._foreach_sub_(change.tensors, old)
+                change.multiply(_rates(chunk, which))
+                self.descend_each(old, change.tensors, -1.0)
+            least = chunk[0].group["eps"] ** 2
+            made = list(torch._foreach_clamp_min([slot.state["exp_avg_sq"] for slot in chunk], least))
+            torch._foreach_rsqrt_(made)
+            torch._foreach_mul_(made, grads.tensors)
+            positions = [slot.position for slot in chunk]
+            found.update(zip(positions, self.tensors.local_powers(positions, made), strict=True))
+        norms = self.tensors.norms_of_powers(found)
+        for chunk in _chunks(slots):
+            params, group = [slot.param for slot in chunk], chunk[0].group
+            along = _packed(chunk).fill([slot.state["exp_avg"] for slot in chunk])
+            roots = list(torch._foreach_sqrt([slot.state["exp_avg_sq"] for slot in chunk]))
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_div_(along.tensors, roots)
+            torch._foreach_add_(along.tensors, params, alpha=group["weight_decay"])
+            sizes = [sqrt(max(prod(self._shape(slot)), 1)) for slot in chunk]
+            means = torch._foreach_div([norms[slot.position] for slot in chunk], sizes)
+            along.multiply(torch.stack(means).clamp(min=1).reciprocal())
+            self.descend_each(params, along.tensors, group["lr"])
         for slot in slots:
             yield Update(slot, slot.param, {})
 
@@ -346,15 +369,39 @@ class StableAdamW(WholeOptimizer):
         return self.tensors.tensors[slot.position].shape
 
 
-def _multiply_each(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor in place by one number of ``factors``, [tensors]."""
-    torch.ops.aten._foreach_mul_.List(list(tensors), list(factors.unbind()))
+def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Yield the slots in lists that are computed together, each of one param group, device and dtype."""
+    kinds = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
+    return (chunk for kind in kinds for chunk in chunks(kind, lambda slot: slot.param.numel()))
+
+
+def _packed(chunk: Sequence[Slot]) -> PackedTensors:
+    """Return uninitialised tensors of the shapes and the dtype of the slots."""
+    param = chunk[0].param
+    return PackedTensors([slot.param.shape for slot in chunk], param.dtype, param.device)
+
+
+def _gradients(chunk: Sequence[Slot]) -> PackedTensors:
+    """Return the unscaled gradients of the slots."""
+    grads, scale = _packed(chunk), chunk[0].grad_scale
+    if any(slot.scaled_grad.dtype != slot.param.dtype for slot in chunk):
+        return grads.fill([slot.grad for slot in chunk])
+    grads.fill([slot.scaled_grad for slot in chunk])
+    if scale is not None:
+        grads.flat.div_(scale.to(grads.flat.device))
+    return grads
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each tensor, [tensors] float64."""
+    return powers_by_torch(tensors, 2.0).sqrt_()
 
 
 def _rates(slots: Sequence[Slot], which: int) -> Tensor:
     """Return `_rate` of each slot of a param group, [slots]."""
     beta: float = slots[0].group["betas"][which]
-    rates: Tensor = (1 - beta) / (1 - beta ** torch.stack([slot.step for slot in slots]))
+    steps = torch.stack([slot.state["step"] for slot in slots]).double() + 1
+    rates: Tensor = (1 - beta) / (1 - beta**steps)
     return rates
 
 

@@ -485,20 +485,21 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
         fused_adamw(of_group, params, steps, found_inf, lr, decay, betas, eps)
 
 
-def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> batching.PackedTensors:
     """Update Adam's moments in place, and return m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) for each slot.
 
     It is AdamW's step from zeros with the learning rate -1. If ``found_inf`` is 1, moments do not change, and the
     directions are zeros.
 
     Args:
-        slots: Slots of one param group for which `Slot.is_batched` is True.
+        slots: Slots of one param group, device and dtype for which `Slot.is_batched` is True.
         steps: Step counts t before this step, one tensor per slot; changed in place as in `adamw_in_place`.
         found_inf: 0-dim float32; None: 0.
     """
-    directions = batching.zeros_like_each([slot.param for slot in slots])
-    group = slots[0].group
-    fused_adamw(slots, directions, steps, found_inf, -1.0, 0.0, group["betas"], group["eps"])
+    param, group = slots[0].param, slots[0].group
+    directions = batching.PackedTensors([slot.param.shape for slot in slots], param.dtype, param.device)
+    directions.flat.zero_()
+    fused_adamw(slots, directions.tensors, steps, found_inf, -1.0, 0.0, group["betas"], group["eps"])
     return directions
 
 

@@ -449,28 +449,49 @@ class WholeTensors:
         Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
             between the CPU and the GPU.
         """
-        slots = self._slots
-        packed = self._zeros(len(values) * len(slots), values)
-        found: list[dict[int, tuple[Tensor, torch.device]]] = [{} for _ in values]
         together = [self._norms_together(of_list) for of_list in values]
-        for index, of_list in enumerate(values):
-            for position in of_list:
-                if position in together[index]:
-                    continue
-                value = of_list[position]
-                power = self._power(position, value)
-                slot = slots.get(self.tensors[position].name)
+        powers: list[dict[int, Tensor]] = []
+        for norms, of_list in zip(together, values, strict=True):
+            rest = [position for position in of_list if position not in norms]
+            if isinstance(of_list, dict):
+                found = self.local_powers(rest, [of_list[position] for position in rest])
+                powers.append(dict(zip(rest, found, strict=True)))
+            else:  # computed one after the other, so that few are in memory
+                powers.append({position: self._power(position, of_list[position]) for position in rest})
+        of_rest = self._norms_of_powers(powers)
+        return [norms | of_list for norms, of_list in zip(together, of_rest, strict=True)]
+
+    def norms_of_powers(self, powers: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the L2 norms of full tensors, given this rank's parts of their sums of squares, by position.
+
+        Every rank must call it. Results and collectives are those of `norms_of`, and ``powers`` has results of
+        `local_powers`.
+        """
+        return self._norms_of_powers([powers])[0]
+
+    def _norms_of_powers(self, powers: Sequence[Mapping[int, Tensor]]) -> list[dict[int, Tensor]]:
+        split, count = self._slots, len(self._slots)
+        parts: dict[int, Tensor] = {}  # by index in the packed vector
+        for index, of_list in enumerate(powers):
+            for position, power in of_list.items():
+                slot = split.get(self.tensors[position].name)
                 if slot is not None:
-                    at = index * len(slots) + slot
-                    packed[at] += power.to(packed.device)
-                    power = packed[at]
-                found[index][position] = power, value.device
-        if slots:
+                    at = index * count + slot
+                    parts[at] = power if at not in parts else parts[at] + power.to(parts[at].device)
+        found: list[dict[int, Tensor]] = [dict(of_list) for of_list in powers]
+        if split:
+            packed = self._zeros(len(powers) * count, powers)
+            if parts:
+                rest = packed.unbind()
+                packed = torch.stack([parts.get(at, zero).to(zero.device) for at, zero in enumerate(rest)])
             self._sum(packed, tuple(range(self._world)))
-        return [
-            norms | {at: power.sqrt().to(device) for at, (power, device) in of_list.items()}
-            for norms, of_list in zip(together, found, strict=True)
-        ]
+            sums = packed.unbind()
+            for index, of_list in enumerate(powers):
+                for position, power in of_list.items():
+                    if (slot := split.get(self.tensors[position].name)) is not None:
+                        found[index][position] = sums[index * count + slot].to(power.device)
+        roots = (torch._foreach_sqrt(list(of_list.values())) if of_list else () for of_list in found)
+        return [dict(zip(of_list, own, strict=True)) for of_list, own in zip(found, roots, strict=True)]
 
     def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the norms of full tensors on a GPU that need no collective, computed with few kernels.
@@ -578,6 +599,10 @@ class WholeTensors:
         by_layout = grouped(positions, lambda position: self._layouts[position])
         lists = [sorted(own, key=lambda position: self.tensors[position].name) for own in by_layout.values()]
         return [part for own in lists for part in chunks(own, lambda position: prod(self._shapes[position]))]
+
+    def is_split(self, position: int) -> bool:
+        """Return True if a sum over the full tensor needs a collective, as a rank that steps it holds only a part of it."""
+        return self._canonical_boxes[position] is not None
 
     def contributes(self, position: int) -> bool:
         """Return True if this rank adds elements to the sums of a tensor; False if other ranks add all its elements."""

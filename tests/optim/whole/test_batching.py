@@ -157,7 +157,19 @@ def test_step_of_tensors_together_matches_step_one_by_one(name: str) -> None:
                 torch.testing.assert_close(together.state[same][key], value, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Adafactor, eps, decay", "CAME", "CAME, eps, decay"])
+CHUNKED = [
+    "Adafactor",
+    "Adafactor, eps, decay",
+    "CAME",
+    "CAME, eps, decay",
+    "LAMB",
+    "LAMB, some adapted",
+    "LARS",
+    "SOAP",
+]
+
+
+@pytest.mark.parametrize("name", [*CHUNKED, "Shampoo", "StableAdamW"])
 @pytest.mark.parametrize("numel", [1, 50])
 def test_step_in_chunks_matches_step_one_by_one(name: str, numel: int) -> None:
     one, _ = stepped(OPTIMIZERS[name], False)

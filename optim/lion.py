@@ -28,7 +28,7 @@ class Lion(torch.optim.Optimizer):
     the device. It divides gradients by ``grad_scale``. If ``found_inf`` is positive, weights and momenta stay
     unchanged, even if gradients are non-finite. Weights may be sharded, because the update is elementwise. Gradient
     clipping does not reduce the size of an update, which is a sign times ``lr``. It only reduces the share of a large
-    gradient in the momentum.
+    gradient in the weighted average and in the momentum.
 
     Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
     device, dtype and param group, and with ``found_inf`` also one call per parameter. Its temporary memory is three

@@ -566,7 +566,8 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
     """Return the records of all files by name, and the mesh of the checkpoint.
 
     Raises:
-        ValueError: A record or the mesh is not valid, or the number of files is not that of the mesh.
+        ValueError: A record or the mesh is not valid, the number of rank files is not the number of ranks of the mesh, or
+            `SHARED_FILE` is missing.
     """
     with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}

@@ -76,9 +76,9 @@ def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) 
         files: The record of each file of the checkpoint, by name.
         where: Path of the index file, for the error.
     Raises:
-        ValueError: ``content`` is not an index. Or it refers to bytes that are not in ``files``, or does not cover all
-            bytes of a file or all elements of a tensor exactly once. Or the byte order of the tensors is not this
-            machine's.
+        ValueError: ``content`` is not an index. Or it refers to bytes that are not in ``files``. Or the parts of tensors
+            in a file do not have as many bytes as the file, or do not cover each element of a tensor exactly once. Or the
+            byte order of the tensors is not this machine's.
     """
     try:
         index = json.loads(content)

@@ -1,4 +1,4 @@
-"""`TorchStates`: the optimizer states as one DTensor per parameter, for `torch.distributed.checkpoint.state_dict`."""
+"""`TorchStates`: optimizer states of sharded parameters as DTensors, for `torch.distributed.checkpoint.state_dict`."""
 
 from __future__ import annotations
 

@@ -539,7 +539,8 @@ class GradientClipper:
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
         """Return the norms of ``gradient * inverse``, the factor ``inverse`` (None: 1), and the sums of the packed fields.
 
-        ``inverse`` removes the loss scale, and divides by the weight of the accumulation window.
+        ``inverse`` removes the loss scale. It also divides by the window's weight per data rank or, without weights, by
+        its number of micro-batches if ``accumulation_steps`` is set.
         """
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()

@@ -276,7 +276,8 @@ class ZeroBucket:
             self.receive(self._tree.finish())
 
     def receive(self, own: Tensor | None) -> None:
-        """Set ``gradients`` to the parts of this rank's slice of the sum, ``own``; to None without a slice."""
+        """Set ``gradients`` to the parts of this rank's slice of the sum, ``own``. None, after a window without
+        micro-batches: set them to None."""
         if own is None:
             self.gradients = [None] * len(self.segments)
         else:

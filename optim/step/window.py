@@ -239,7 +239,7 @@ class Window:
         ValueError: ``steps`` is not a whole number >= 1.
 
     Attributes:
-        phase: "open": no micro-batch yet. "accumulating": after a micro-batch. "complete": gradients are reduced.
+        phase: "open": no micro-batch yet. "accumulating": since the first micro-batch. "complete": gradients are reduced.
             "clipped": after an explicit clip. "broken": a backward raised.
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
         calls: The number of micro-batches and `scale_loss` calls in this window; 0: all new gradients bypassed the

@@ -450,7 +450,7 @@ def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -
         numbers: The column of the parameter, with `_ROWS` numbers.
         divisor: The factor that turns the reduced gradient, without the loss scale, into the mean over the window. It is
             the number of data ranks over which the gradient is averaged / the total weight of the window. Without
-            weights it is 1 / ``count``.
+            weights, it is 1 / ``count``.
         count: The number by which the sketch of the gradient is divided already.
         double: True: keep the sketches in float64; False: in float32.
     """

@@ -105,7 +105,7 @@ def stages(device: str, more: Sequence[str], gpus: int) -> list[list[Phase]]:
             phase("kernels", "triton", "rounding", "loss_scale"),
             phase("steps", "steps", "optimizers"),
             phase("graphs", "capture"),
-            phase("ranks", "nccl", "ranks", "checkpoints", "offload", "fp8"),
+            phase("ranks", "nccl", "fsdp", "ranks", "checkpoints", "offload", "fp8"),
             phase("configurations", "configurations"),
             phase("torch's kernels", "steps", "rounding", "configurations", MESHSTEP_KERNELS="torch"),
             phase("powers", "powers"),

@@ -147,7 +147,8 @@ class ExactNorm(GlobalNorm):
     def _batches(self, present: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[list[tuple[int, int]], list[Tensor]]]:
         """Yield batches of the blocks that this rank measures, of about `BLOCK` elements, each of one dtype and device.
 
-        A batch is a pair: (entry, number of chunks) per block, and the blocks as 1-dim tensors.
+        ``present`` has an (index of the plan entry, gradient) pair per gradient of this rank. A batch is a pair: (index of
+        the plan entry, number of chunks) per block, and the blocks as 1-dim tensors.
         """
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:

@@ -230,8 +230,8 @@ class GlobalNorm:
         one power per logical parameter.
 
         Args:
-            powers: One power per index in ``present``; for p >= `HIGH`, norms.
-            present: Indices of plan entries that have a gradient on this rank.
+            powers: The powers of this rank's gradients; for p >= `HIGH`, norms.
+            present: The index of the plan entry of each power.
         """
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]

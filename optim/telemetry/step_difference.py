@@ -418,7 +418,7 @@ def _explanations(
 
 
 def _scales(pair: StepPair, ratio: float, limit: float) -> Iterator[Explanation]:
-    """Yield the explanations of a ratio by loss scales and numbers of micro-batches."""
+    """Yield the explanations of a ratio by loss scales and numbers of micro-batches. Arguments as in `_explanations`."""
     for which, run, other in pair.sides:
         own, after = run.line["loss_scale"], None if run.following is None else run.following["loss_scale"]
         of_run = ratio if which == "B" else 1 / ratio
@@ -440,7 +440,7 @@ def _is_near(ratio: float, value: float, limit: float) -> bool:
 
 
 def _is_one_of(ratio: float, value: float, limit: float) -> bool:
-    """Return True if a ratio is about ``value`` or its reciprocal."""
+    """Return True if a ratio equals ``value`` or its reciprocal, within the relative tolerance ``limit``."""
     return _is_near(ratio, value, limit) or _is_near(ratio, 1 / value, limit)
 
 
@@ -490,7 +490,10 @@ def _norms_used(run: RecordedStep) -> Iterator[float]:
 
 
 def _axis_of_norm(run: RecordedStep, used: float, true: float, limit: float) -> tuple[str | None, str]:
-    """Return the axis that explains a wrong norm, and the explanation; (None, "") if no axis does."""
+    """Return the axis that explains why a run clips by the norm ``used`` instead of ``true``, and the explanation.
+
+    Return (None, "") if no axis does, within the relative tolerance ``limit``.
+    """
     squares = {name: run.figures(name)[GRADIENT].norm ** 2 for name in run.names}
     for axis in run.axes:
         size = run.size(axis)

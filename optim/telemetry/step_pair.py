@@ -92,7 +92,8 @@ class Accepted:
         tolerances: The tolerances.
 
     Attributes:
-        slack: By parameter, the sum of the accepted distances of earlier updates.
+        slack: By parameter, the sum of the accepted distances of earlier updates. The update of a step that was not
+            compared counts like the last compared update.
         last_update: By parameter, the accepted distance of the last compared update.
         noise: By parameter, the largest accepted relative distance of its gradient.
         largest: The largest relative distance by quantity.

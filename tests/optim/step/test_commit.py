@@ -98,7 +98,11 @@ def test_commit_is_called_once_after_explicit_clips(world: World) -> None:
     assert world.run(2, run_clipped_by_hand) == [[(True, 0), (False, 1), (True, 0)]] * 2
 
 
-def raising(what: str) -> tuple[str, list[float], int]:
+def raising(what: str, clips: int = 0) -> tuple[str, list[float], int]:
+    """Return the error of the second step, whether each step was rejected, and the number of rejected steps.
+
+    Gradients are clipped ``clips`` times before each step.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
         def commit() -> Any:
@@ -108,11 +112,14 @@ def raising(what: str) -> tuple[str, list[float], int]:
                 return 1
             return True
 
-        run = Run("data", registry, every=None, commit=commit)
+        run = Run("data", registry, every=None, commit=commit, max_norm=None)
         told, vetoed = "", []
         for _ in range(3):
             try:
-                run.step()
+                run.backward()
+                for _ in range(clips):
+                    run.optimizer.clip_grad_by_norm(0.3)
+                run.optimizer.step()
             except (OSError, TypeError) as error:
                 told = str(error)
             assert run.optimizer.last_stats is not None
@@ -121,6 +128,7 @@ def raising(what: str) -> tuple[str, list[float], int]:
         return told, vetoed, run.optimizer.rejected_steps
 
 
+@pytest.mark.parametrize("clips", [0, 1, 2])
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -128,8 +136,8 @@ def raising(what: str) -> tuple[str, list[float], int]:
         ("number", "commit= returned 1: return True or False, or a 0-dim tensor of dtype bool"),
     ],
 )
-def test_exception_in_commit_counts_as_rejection_on_other_ranks(world: World, what: str, told: str) -> None:
-    assert world.run(2, raising, what) == [("", [0, 1, 0], 1), (told, [0, 1, 0], 1)]
+def test_exception_in_commit_counts_as_rejection_on_other_ranks(world: World, what: str, told: str, clips: int) -> None:
+    assert world.run(2, raising, what, clips) == [("", [0, 1, 0], 1), (told, [0, 1, 0], 1)]
 
 
 def continued(way: str, path: Path) -> list[tuple[int, int]]:

@@ -294,7 +294,7 @@ class Adafactor(FactoredOptimizer):
 
     Collectives: per step, two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the unscaled gradients, and about 200 MB or four more tensors of the size of the largest
+    Memory: on a GPU, in a step, the unscaled gradients, and about 300 MB or two more tensors of the size of the largest
         parameter.
     """
 
@@ -487,7 +487,7 @@ class CAME(FactoredOptimizer):
 
     Collectives: per step, at most two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the unscaled gradients, and about 300 MB or seven more tensors of the size of the largest
+    Memory: on a GPU, in a step, the unscaled gradients, and about 700 MB or five more tensors of the size of the largest
         parameter.
     """
 

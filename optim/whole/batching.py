@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-CHUNK = 2**23
-"""Largest number of elements whose temporary tensors are in memory at the same time, unless one tensor is larger."""
+CHUNK = 2**25
+"""Largest number of elements whose temporary tensors are in memory at the same time, unless one tensor is larger.
+
+With 2^23 elements, steps of 10^8 parameters took three times as long on an H100 as their memory traffic.
+"""
 
 
 def batches_on(device: torch.device) -> bool:

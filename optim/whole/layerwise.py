@@ -44,7 +44,7 @@ class LAMB(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the update directions of sharded tensors, and about 32 MB or one tensor of the size of the
+    Memory: on a GPU, in a step, the update directions of sharded tensors, and about 128 MB or one tensor of the size of the
         largest parameter. Gradients that are clipped or scaled are changed in place there, as by torch's fused
         optimizers.
     """
@@ -181,7 +181,7 @@ class LARS(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU with momentum, in a step, about 32 MB or one more tensor of the size of the largest parameter.
+    Memory: on a GPU with momentum, in a step, about 128 MB or one more tensor of the size of the largest parameter.
     """
 
     divides_gradients = True
@@ -298,7 +298,7 @@ class StableAdamW(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, about 100 MB or three more tensors of the size of the largest parameter.
+    Memory: on a GPU, in a step, about 400 MB or three more tensors of the size of the largest parameter.
     """
 
     divides_gradients = True

@@ -371,7 +371,7 @@ class Shampoo(PreconditionedOptimizer):
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
         matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
-        together, with copies of 8 million elements of their states, or of the states of one matrix.
+        together, with copies of 34 million elements of their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -557,7 +557,7 @@ class SOAP(PreconditionedOptimizer):
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
         matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
-        together, with copies of 8 million elements of their states, or of the states of one matrix.
+        together, with copies of 34 million elements of their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0

@@ -144,7 +144,8 @@ class SplitWeights:
         numel, device = 0, None
         for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):
             if weight in self.remainders and weight.grad is not None:
-                if numel and (numel + weight.numel() > BUCKET_NUMEL or weight.device != device):
+                is_full = numel > 0 and numel + weight.numel() > BUCKET_NUMEL
+                if is_full or device not in (None, weight.device):  # an empty weight may have another device, too
                     buckets.append([[] for _ in whole])
                     numel = 0
                 buckets[-1][index].append(weight)

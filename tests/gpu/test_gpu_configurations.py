@@ -21,6 +21,9 @@ from configured_runs import Report, go_on, run
 from judged_runs import problems_of
 
 FIRST = 1000  # number of the first drawn configuration
+# Configurations with mistakes that tests found only on a GPU: Offloaded chose other parameters on another replica,
+# empty weights stayed on the GPU, and a rank without parameters packed fields of two devices.
+FOUND = {2: [1007], 3: [2155], 4: [1001, 2053, 2094]}
 
 
 def size(case: Case) -> int:
@@ -47,12 +50,13 @@ def run_and_go_on(numbers: list[int], folder: str, device: str) -> list[list[dic
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_configurations_on_device_match_dense_model(
     device: torch.device, world_size: int, tmp_path: Path
 ) -> None:
-    wanted = 12 if device.type == "cuda" else 2
+    wanted = 10 if device.type == "cuda" else 2
     numbers = list(islice((number for number in count(FIRST) if fits(case_of(number), world_size)), wanted))
+    numbers += FOUND.get(world_size, []) if device.type == "cuda" else []
     by_rank = ranks("gloo", world_size, run_and_go_on, numbers, str(tmp_path), device.type)
     problems = {}
     for number, reports in zip(numbers, zip(*by_rank, strict=True), strict=True):

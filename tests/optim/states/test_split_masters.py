@@ -214,6 +214,25 @@ def two_optimizers(is_split: bool) -> Bits:
         return everything(model, optimizer)
 
 
+def test_buckets_of_split_masters_have_one_device_also_after_an_empty_weight() -> None:
+    """`Offloaded` leaves empty shards on the device and moves the others to the CPU."""
+    devices = [torch.device("meta"), torch.device("cpu"), torch.device("meta")]
+    weights = [
+        nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device))
+        for size, device in zip((0, 3, 2), devices, strict=True)
+    ]
+    remainders: dict[Tensor, Tensor] = {weight: torch.zeros_like(weight, dtype=torch.int16) for weight in weights}
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.ones_like(weight, dtype=torch.float32)
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    seen: list[list[torch.device]] = []
+    update_request.SplitWeights(remainders).step(
+        optimizer, lambda: seen.append([master.device for master in optimizer.param_groups[0]["params"]])
+    )
+    assert seen == [[device] for device in devices]
+
+
 def test_split_masters_match_float32_masters_with_two_optimizers() -> None:
     assert same(two_optimizers(True), two_optimizers(False))
 

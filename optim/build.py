@@ -19,7 +19,6 @@ from ..parallel.interop.local_parameters import divide_once, has_dtensors, local
 from ..parallel.mesh.agreement import (
     check_all_say_the_same,
     described,
-    gather_objects,
     on_all_ranks,
     on_all_ranks_with,
 )
@@ -50,7 +49,6 @@ from .states.chain import GivenParam, LocalTensors, PlacementContext, Position, 
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_transform
-from .states.offloaded import Offloaded
 from .states.sharded import Sharded
 from .step.data_parallel import (
     FixedOrderSync,
@@ -148,8 +146,7 @@ class Setup:
             ValueError, TypeError: On every rank, if an argument or parameter of any rank is invalid, or if ranks have
                 different arguments or declarations.
             RuntimeError: On every rank: ranks are in different calls of this library.
-        Collectives: an object all-gather; more for uneven shards, for clipping rules that need parameter names, and in
-            `check_stepped_alike`.
+        Collectives: an object all-gather; more for uneven shards, and for clipping rules that need parameter names.
         """
         topology = self.registry.topology
 
@@ -177,7 +174,6 @@ class Setup:
         check_all_say_the_same([declared.settings for declared in by_rank])
         self._check_prepared(set().union(*(declared.dtypes for declared in by_rank)))
         plan = agree(plan, [declared.summary for declared in by_rank], self.registry)
-        check_stepped_alike(plan, self.placements, self.check_replicas, self.registry)
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         if topology.size(*topology.model_axes) > 1:
@@ -384,16 +380,20 @@ class Setup:
             self._tree_ranks() if self.sum_order == "fixed" else None,
         )
 
-    def chain(self, precision: Precision) -> TransformChain:
+    def chain(self, precision: Precision, plan: ReductionPlan) -> TransformChain:
         """Install the parameter transforms over the optimizer's param groups, in place, and return their chain.
 
+        Args:
+            precision: The precision mode.
+            plan: The result of `agreed_plan` for these param groups.
         Collectives: those of the transforms.
         """
         context = self.context(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         transforms = [placement.transform(context) for placement in self.placements]
         transforms.insert(precision_at, precision_transform(context))
-        return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *transforms], self.registry)
+        transforms.insert(0, LocalTensors(self.registry.topology))
+        return TransformChain(self.optimizer, transforms, self.registry, plan)
 
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
@@ -541,42 +541,6 @@ class Setup:
 
 # Replica checks compare the stepped tensors. A second check compares the model's parameters in two cases: the stepped
 # tensors are shards of the parameters; or they are copies, such as master weights, and `Fingerprints` is used.
-
-
-def check_stepped_alike(
-    plan: ReductionPlan,
-    placements: Iterable[StatePlacement],
-    check_replicas: CheckReplicas,
-    registry: ProcessGroupRegistry,
-) -> None:
-    """Raise ValueError on every rank if `Fingerprints` are used and `Offloaded` may step replicas on different devices.
-
-    CPU and GPU round differently, so `Fingerprints` would report a difference. A partial `Offloaded` (a fraction between
-    0 and 1) selects tensors by the sizes of all tensors of a rank. So two ranks with replicas of one parameter may select
-    differently if their other parameters have different sizes.
-
-    Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
-    """
-    fraction = next((one.fraction for one in placements if isinstance(one, Offloaded)), 0.0)
-    if not isinstance(check_replicas, Fingerprints) or fraction in (0, 1):
-        return
-    trained = [entry for entry in plan.entries if entry.trained]
-    copies = []
-    for entry in trained:
-        spec = entry.spec.resolve(plan.topology)
-        copied = {*spec.replica_axes(plan.topology), *dict(spec.tied)}
-        copies.append((entry.name, tuple(pair for pair in plan.coordinate.items() if pair[0] not in copied)))
-    first: dict[object, tuple[int, list[int]]] = {}
-    everybody = gather_objects((copies, [entry.numel for entry in trained]), registry)
-    for rank, (held, sizes) in enumerate(everybody):
-        for copy in held:
-            other, other_sizes = first.setdefault(copy, (rank, sizes))
-            if sizes != other_sizes:
-                raise ValueError(
-                    f"Fingerprints compares replicas of {copy[0]} bitwise, but ranks {other} and {rank} have different "
-                    f"other parameters: Offloaded({fraction}) may step one replica on the CPU and one on the "
-                    "device, which round differently; use states=Offloaded(1.0), or leave Fingerprints or Offloaded out"
-                )
 
 
 def replica_checks(

@@ -300,7 +300,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._window: Window = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
-        self._states = self._setup.chain(self.precision)
+        self._states = self._setup.chain(self.precision, plan)
         self._states.left_out = left_out
         self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
         self._bind(plan, thresholds)
@@ -785,7 +785,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
         finally:
             del self.param_groups[before:]
-        self._states.add_param_group(group, groups)
+        self._states.add_param_group(group, groups, agreed[0])
         self._given.append(added)
         self._bind_again(groups, left_out, agreed)
 
@@ -815,7 +815,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         on_all_ranks(self._check_refresh, self.registry)
         groups, left_out = self._setup.with_spec(self._given)
         agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
-        self._states.refresh(groups)
+        self._states.refresh(groups, agreed[0])
         self._bind_again(groups, left_out, agreed)
 
     def _check_refresh(self) -> None:

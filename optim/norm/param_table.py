@@ -76,7 +76,7 @@ class SteppedTensor(ParamPosition):
             sizes.
         grad_tensor: The tensor whose ``.grad`` is reduced, measured and clipped.
         replica_tensor: The tensor that the first-step replica check compares with its replicas on other ranks:
-            ``tensor``, or the tensor before a transform that may replace it on some of these ranks only (CPU offload).
+            ``tensor``, or the input of a transform with ``replica_dependent`` (CPU offload).
         num_replicas: Number of ranks that hold the same shard.
         logical_index: Index of the logical parameter's name in ``ReductionPlan.parameter_names``; None if ranks did not
             exchange names.

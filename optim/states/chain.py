@@ -253,7 +253,10 @@ class ParamTransform:
     is_local = False
     """True if the rest of meshstep must treat the transform's replacements as the model's parameters."""
     replica_dependent = False
-    """True if the transform may replace a tensor on one rank, and not replace its replica on another rank."""
+    """True if the first-step replica check compares the transform's inputs instead of its replacements.
+
+    It must be True if the transform may replace a tensor on one rank, and not replace its replica on another rank.
+    """
     supports_partial_step = False
     """True if an update may consist of several calls of `step`, each with some of the parameters in the param groups."""
     may_step_partially = False
@@ -272,6 +275,19 @@ class ParamTransform:
         The text begins with the name of the placement or feature.
         """
         return None
+
+    def agree(self, positions: Sequence[ParamPosition], plan: ReductionPlan, earlier_error: Exception | None) -> None:
+        """Agree with the other ranks on the tensors that `install` will replace. Default: no agreement.
+
+        The chain calls it before each `install`. It also calls it after an earlier transform failed on this rank, so that
+        the other ranks, which may call a collective here, do not wait for this rank.
+
+        Args:
+            positions: As in `install`. After an error, the positions before the transform that failed.
+            plan: The reduction plan of the model parameters. ``position.index`` is an index of its entries.
+            earlier_error: The error of an earlier transform's `install` on this rank; None: there was no error. If the
+                method issues collectives, it must raise this error on all ranks.
+        """
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Return the replacements of the tensors in ``positions``. A tensor without an entry is not replaced.
@@ -576,6 +592,7 @@ class TransformChain:
         optimizer: The torch optimizer. It may have optimizer state already.
         transforms: The transforms, from the model to the optimizer.
         registry: The process groups of the mesh.
+        plan: The reduction plan of the parameters in the param groups, in their order.
 
     Attributes:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
@@ -589,11 +606,15 @@ class TransformChain:
         observers: The step observers, in the order of calls.
         around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
             `update`.
-    Collectives: those of the transforms' `install`.
+    Collectives: those of the transforms' `agree` and `install`.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, transforms: Sequence[ParamTransform], registry: ProcessGroupRegistry
+        self,
+        optimizer: torch.optim.Optimizer,
+        transforms: Sequence[ParamTransform],
+        registry: ProcessGroupRegistry,
+        plan: ReductionPlan,
     ) -> None:
         self.optimizer, self.transforms, self.registry = optimizer, list(transforms), registry
         self.observers: list[StepObserver] = []
@@ -602,10 +623,13 @@ class TransformChain:
         self.frozen: list[Tensor] = []
         self.left_out: list[tuple[str, Tensor]] = []
         self._prepared: set[int] = set()  # ids of parameters over which the transforms were installed while trainable
-        self._renew([named_params_of([group]) for group in optimizer.param_groups])
+        self._renew([named_params_of([group]) for group in optimizer.param_groups], plan)
 
     def add_param_group(
-        self, param_group: dict[str, Any], groups: Sequence[Sequence[tuple[str | None, Tensor]]]
+        self,
+        param_group: dict[str, Any],
+        groups: Sequence[Sequence[tuple[str | None, Tensor]]],
+        plan: ReductionPlan,
     ) -> None:
         """Add a param group to the optimizer, and `refresh` all param groups.
 
@@ -614,18 +638,19 @@ class TransformChain:
         Args:
             param_group: The new param group.
             groups: As in `refresh`, with the new group.
-        Collectives: those of the transforms' `install`.
+            plan: As in `refresh`.
+        Collectives: those of the transforms' `agree` and `install`.
         """
         before = len(self.optimizer.param_groups)
         with own_calls:
             self.optimizer.add_param_group(param_group)
         try:
-            self.refresh(groups)
+            self.refresh(groups, plan)
         except Exception:
             del self.optimizer.param_groups[before:]
             raise
 
-    def refresh(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]]) -> None:
+    def refresh(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]], plan: ReductionPlan) -> None:
         """Install the transforms over parameters that are new, or that were unfrozen since the last call.
 
         The transforms, stepped tensors and optimizer states of the other parameters are kept. If a transform raises an
@@ -633,14 +658,15 @@ class TransformChain:
 
         Args:
             groups: For each param group its (name or None, model parameter) pairs.
-        Collectives: those of the transforms' `install`.
+            plan: The reduction plan of the parameters in ``groups``, in their order.
+        Collectives: those of the transforms' `agree` and `install`.
         """
         kept = self.positions, self.given, self.frozen, set(self._prepared)
         params: list[dict[str, Any]] = [
             {key: group[key] for key in ("params", "param_names") if key in group} for group in self._groups
         ]
         try:
-            self._renew(groups)
+            self._renew(groups, plan)
         except Exception:
             self.positions, self.given, self.frozen, self._prepared = kept
             for group, before in zip(self._groups, params, strict=True):
@@ -651,14 +677,12 @@ class TransformChain:
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def _renew(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]]) -> None:
+    def _renew(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]], plan: ReductionPlan) -> None:
         positions, new = self._arrange(groups)
         for param in (at.param for at in new if type(at.param) in PLAIN and at.param.is_neg()):
             resolve_(param)  # writes the negated values to memory, which transforms read directly
         installed: dict[int, list[ParamPosition]] = {at.index: [] for at in new}
-        for transform in self.transforms:
-            new = self._install(transform, self._groups, new)
-        for at in new:
+        for at in self._install_all(new, plan):
             installed[at.index].append(at)
         self.positions = []
         for at in positions:
@@ -741,6 +765,23 @@ class TransformChain:
             if not transform.idle
             and any(getattr(type(transform), name) is not getattr(ParamTransform, name) for name in methods)
         ]
+
+    def _install_all(self, positions: list[ParamPosition], plan: ReductionPlan) -> list[ParamPosition]:
+        """Install all transforms over the tensors at ``positions``, and return the positions of their replacements.
+
+        Raise the error of a transform only after all transforms agreed with the other ranks, which would otherwise wait.
+        """
+        failed: Exception | None = None
+        for transform in self.transforms:
+            transform.agree(positions, plan, failed)
+            try:
+                if failed is None:
+                    positions = self._install(transform, self._groups, positions)
+            except Exception as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return positions
 
     def _install(
         self, transform: ParamTransform, groups: list[dict[str, Any]], positions: list[ParamPosition]

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from ...amp.casting import has_equal_values, is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import copy_annotation
+from ...parallel.mesh.agreement import on_all_ranks_with
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
@@ -240,9 +242,9 @@ class Offloaded(StatePlacement):
     A step waits on the host for the gradients and for the decision whether it is skipped, so a CUDA graph can't capture
     it.
 
-    If two ranks have replicas of a parameter but differ in their other parameters, one rank may step its replica on the
-    CPU and the other rank on the device. This can happen for owned parameters, and for pipeline stages with a tied
-    embedding. CPU and GPU kernels may round differently; ``fraction=1.0`` avoids this.
+    All ranks with a replica of a tensor offload it if any of them chose it, because CPU and GPU kernels round differently
+    and replicas would diverge. So a rank may offload more than ``fraction``, if ranks with replicas of a tensor differ in
+    their other tensors. Examples are owned parameters, and pipeline stages with a tied embedding.
 
     Elementwise optimizers that can skip a step on the device, such as torch's fused ones, step bucket by bucket. All
     parameters are stepped at once, after all gradients have arrived, in these cases: with other optimizers, including
@@ -252,8 +254,9 @@ class Offloaded(StatePlacement):
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require
             gradients. Default 1.0: all are offloaded. Otherwise the largest parameters that fit into ``1 - fraction``
-            of the elements stay on the device.
-    Collectives: none.
+            of the elements stay on the device, unless a rank with a replica offloads them.
+    Collectives: none in a step. With several ranks and a fraction between 0 and 1, one object all-gather when the
+        optimizer is made, gets a param group or is refreshed.
     Host synchronization, if parameters are on a device: a step waits for the decision whether it is skipped, for each
     bucket of gradients, and for the last bucket of weights.
     """
@@ -275,7 +278,7 @@ class Offloaded(StatePlacement):
             )
 
     def transform(self, context: PlacementContext) -> ParamTransform:
-        return OffloadTransform(self.fraction, context.main_grads)
+        return OffloadTransform(self.fraction, context.main_grads, context.registry)
 
 
 class OffloadTransform(ParamTransform):
@@ -284,13 +287,15 @@ class OffloadTransform(ParamTransform):
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1.
         main_grads: True if half-precision parameters have float32 gradients.
+        registry: The process groups of the mesh.
     """
 
-    replica_dependent = True
+    replica_dependent = True  # replicas are compared on the device, which is faster than on the CPU
 
-    def __init__(self, fraction: float, main_grads: bool) -> None:
-        self.fraction, self.main_grads = fraction, main_grads
+    def __init__(self, fraction: float, main_grads: bool, registry: ProcessGroupRegistry) -> None:
+        self.fraction, self.main_grads, self.registry = fraction, main_grads, registry
         self._optimizer: torch.optim.Optimizer | None = None
+        self._chosen: list[Tensor] = []  # the tensors that the next `install` replaces
         self.copies: dict[Tensor, Tensor] = {}  # CPU copy per offloaded parameter
         self.buckets: list[HostBucket] = []
         self._streams: dict[torch.device, TransferStreams] = {}  # one per CUDA device with offloaded parameters
@@ -304,15 +309,31 @@ class OffloadTransform(ParamTransform):
     def not_captured(self) -> str | None:
         return "Offloaded waits for the GPU and steps on the CPU: leave it out of states=" if self.copies else None
 
+    def agree(self, positions: Sequence[ParamPosition], plan: ReductionPlan, earlier_error: Exception | None) -> None:
+        """Choose the tensors to offload: this rank's choice, and the replicas of tensors that other ranks chose."""
+        trained = [at for at in positions if at.tensor.requires_grad and at.tensor.numel()]
+        chosen = offloaded([at.tensor.numel() for at in trained], self.fraction)
+        if 0 < self.fraction < 1 and plan.topology.world_size > 1:
+
+            def choose() -> tuple[list[Piece], tuple[list[Piece], list[int]]]:
+                if earlier_error is not None:
+                    raise earlier_error
+                pieces = [_piece(at, plan) for at in trained]
+                return pieces, (pieces, chosen)
+
+            pieces, by_rank = on_all_ranks_with(choose, self.registry)
+            anywhere = offloaded_on_all_ranks(by_rank)
+            chosen = [index for index, piece in enumerate(pieces) if piece in anywhere]
+        self._chosen = [trained[index].tensor for index in chosen]
+
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         self._optimizer = optimizer
-        trained = [at.tensor for at in positions if at.tensor.requires_grad]
-        chosen = [trained[index] for index in offloaded([tensor.numel() for tensor in trained], self.fraction)]
-        for tensor in chosen:
+        for tensor in self._chosen:
             if self.main_grads and is_half(tensor):
                 use_main_grad_(tensor)
-        new = list(_buckets(chosen, self._streams))
+        new = list(_buckets(self._chosen, self._streams))
+        self._chosen = []
         self.buckets += new
         made = {param: copy for bucket in new for param, copy in zip(bucket.params, bucket.copies, strict=True)}
         for param, copy in made.items():
@@ -481,7 +502,7 @@ def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStrea
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
-    """Return the indices of the parameters to offload.
+    """Return the indices of the parameters that a rank offloads if no other rank offloads more.
 
     Parameters are visited from the largest to the smallest. A parameter stays on the device if it fits into the rest of
     ``1 - fraction`` of all elements; otherwise it is offloaded.
@@ -498,6 +519,42 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
         else:
             chosen.append(index)
     return sorted(chosen)
+
+
+Piece = tuple[int, tuple[int, ...], int, int]
+"""A stepped tensor, in a form that ranks compare.
+
+It consists of the index of the logical parameter in ``ReductionPlan.parameter_names``, this rank's coordinates on the axes
+that shard the parameter, and the first element and the end of the tensor in this shard. Tensors of two ranks have common
+elements if the indices and coordinates are equal and the ranges overlap.
+"""
+
+
+def _piece(at: ParamPosition, plan: ReductionPlan) -> Piece:
+    axes = plan.entries[at.index].spec.resolve(plan.topology).sharded_axes
+    shard = tuple(plan.coordinate[axis] for axis in axes)
+    # A slot is the index of a name. It is equal on all tied stages, where the parameter may have different names.
+    return plan.parameter_slots[at.index], shard, at.offset, at.offset + at.tensor.numel()
+
+
+def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> set[Piece]:
+    """Return the pieces to offload, so that all replicas of an element are offloaded or none.
+
+    These are the pieces that any rank chose, all pieces with common elements, all pieces that have common elements with
+    these, and so on.
+
+    Args:
+        by_rank: For each rank its pieces that may be offloaded, without empty ones, and the indices of those that it chose.
+    """
+    clusters, end = list[list[Piece]](), 0  # pieces that are connected by common elements
+    for piece in sorted({piece for pieces, _ in by_rank for piece in pieces}):
+        if not clusters or piece[:2] != clusters[-1][0][:2] or piece[2] >= end:
+            clusters.append([])
+            end = 0
+        clusters[-1].append(piece)
+        end = max(end, piece[3])
+    chosen = {pieces[index] for pieces, indices in by_rank for index in indices}
+    return {piece for cluster in clusters if not chosen.isdisjoint(cluster) for piece in cluster}
 
 
 def reference_offloaded_step(

@@ -35,6 +35,7 @@ from dtensors import local
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer, ReplicaMismatchError, load_checkpoint, save_checkpoint
 from meshstep.optim.gradients import buckets as gradient_sync
+from meshstep.optim.states.offloaded import OffloadTransform
 from meshstep.parallel import P, ProcessGroupRegistry, annotate
 from meshstep.parallel.interop.local_parameters import has_dtensors, local_parameter
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class Report:
         norms: The norm of each step.
         params: The shard of each parameter that the rank holds.
         pieces: The tensors that the rank updates: parameter name, offset in the rank's shard, and values.
+        offloaded: For each piece, whether it is a copy on the CPU.
         skipped: The number of skipped steps, as the optimizer counts them.
         warned: Whether loading warned that shards with different numbers of steps were merged.
         problems: Problems that the rank itself detected.
@@ -57,6 +59,7 @@ class Report:
     norms: dict[int, float] = field(default_factory=dict)
     params: dict[str, Tensor] = field(default_factory=dict)
     pieces: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    offloaded: list[bool] = field(default_factory=list)
     skipped: int = 0
     warned: bool = False
     problems: list[str] = field(default_factory=list)
@@ -230,6 +233,25 @@ class Rank:
         report.skipped = optimizer.skipped_steps
         for piece, value in zip(optimizer.stepped_tensors(), optimizer._states.values(), strict=True):
             report.pieces.append((names[id(piece.param)], piece.offset, value.detach().cpu().clone()))
+        report.offloaded = offloaded_pieces(optimizer)
+        report.problems += problems_of_fraction(optimizer, report.offloaded, self.setting.offload or 0.0)
+
+
+def offloaded_pieces(optimizer: ParallelOptimizer[Any]) -> list[bool]:
+    """Return for each stepped tensor of this rank whether `Offloaded` made it, as a copy on the CPU."""
+    offload = [transform for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)]
+    replaced = {id(tensor) for transform in offload for tensor in transform.copies}
+    return [any(id(tensor) in replaced for tensor in piece.path) for piece in optimizer.stepped_tensors()]
+
+
+def problems_of_fraction(optimizer: ParallelOptimizer[Any], offloaded: list[bool], fraction: float) -> list[str]:
+    """Return a problem if this rank offloads less than ``fraction`` of the elements that it trains, else none."""
+    pieces = zip(optimizer.stepped_tensors(), offloaded, strict=True)
+    # Other pieces belong to parameters that were frozen when they were added, which are not offloaded.
+    numels = [(piece.tensor.numel(), on_cpu) for piece, on_cpu in pieces if piece.trained or on_cpu]
+    found, trained = sum(numel for numel, on_cpu in numels if on_cpu), sum(numel for numel, _ in numels)
+    enough = found >= fraction * trained - 1e-6
+    return [] if enough else [f"{found} of {trained} elements are offloaded with fraction {fraction}"]
 
 
 def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegistry) -> Tensor:
@@ -249,7 +271,7 @@ def _with_gradient(param: Tensor) -> Tensor:
 
 
 @contextmanager
-def _registry(setting: Setting) -> Iterator[ProcessGroupRegistry]:
+def registry_of(setting: Setting) -> Iterator[ProcessGroupRegistry]:
     small_sums = mock.patch.object(gradient_sync, "BUCKET_BYTES", setting.bucket)
     with ProcessGroupRegistry(setting.at.topology) as registry, small_buckets(setting.bucket), small_sums:
         yield registry
@@ -258,7 +280,7 @@ def _registry(setting: Setting) -> Iterator[ProcessGroupRegistry]:
 def run(case: Case, path: Path, device: str = "cpu") -> Report:
     """Run from the start to the end, with a checkpoint on the way if the case resumes from one. If it resumes with
     another setting, this run ends at the checkpoint."""
-    with _registry(case.setting) as registry:
+    with registry_of(case.setting) as registry:
         report, rank = Report(), Rank(case, case.setting, registry, device=device)
         if case.differing is not None and registry.topology.world_size > 1:
             report.problems += problems_of_differing_ranks(case, registry, device)
@@ -279,7 +301,7 @@ def run(case: Case, path: Path, device: str = "cpu") -> Report:
 def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
     """Run from the checkpoint to the end."""
     assert case.resumed is not None
-    with _registry(case.resumed) as registry:
+    with registry_of(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
         # Constructed like the run before, or with the parameter that was added or frozen since then.
         adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)

@@ -81,6 +81,24 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
         last = max(report.norms)
         missing = {name for name in case.names if case.has(name, last) and setting.at.holds(name, at)}
         assert report.params.keys() == missing
+    return found + replicas_offloaded_on_some_ranks(setting, reports)
+
+
+def replicas_offloaded_on_some_ranks(setting: Setting, reports: Sequence[Report]) -> list[str]:
+    """Return the elements with a replica that is stepped on the CPU copy, and another one that is not.
+
+    On a CPU both replicas are bitwise identical; on a GPU they are not.
+    """
+    found = []
+    first: dict[tuple[str, int], tuple[int, bool]] = {}
+    for rank, (at, report) in enumerate(zip(setting.at.coordinates(), reports, strict=True)):
+        for (name, offset, value), offloaded in zip(report.pieces, report.offloaded, strict=True):
+            for element in elements(setting, name, at)[offset : offset + value.numel()].tolist():
+                other, there = first.setdefault((name, element), (rank, offloaded))
+                if offloaded != there:
+                    found.append(
+                        f"element {element} of {name} is offloaded on one of the ranks {other} and {rank} only"
+                    )
     return found
 
 

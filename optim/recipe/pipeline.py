@@ -99,8 +99,8 @@ class Pipeline:
         Args:
             *args, **kwargs: Arguments of the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
             target: Second argument of the loss function, split in the same way. Default: None.
-            weight: The number of items, such as tokens, whose losses are summed. Only with ``scale_grads=False``. None
-                (default): there is no weight.
+            weight: The number of items, such as tokens, whose losses are summed. Only with ``scale_grads=False``. 0: the
+                call adds nothing to the gradients. None (default): there is no weight.
         Returns:
             On ranks of the last stage, the mean of the micro-batches' unscaled losses, or their sum with
                 ``scale_grads=False``: 0-dim, detached. None on other ranks.

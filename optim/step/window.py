@@ -16,7 +16,7 @@ the sum of gradients must be divided by W. The average over D data ranks has div
 multiplied by D / W. The collective that measures the gradient norm also sums W, and D / W becomes part of the factor
 that clips and unscales gradients. The mean of micro-batch means would be another value if micro-batches have different
 numbers of tokens. Without weights, gradients are divided by the number of micro-batches in managed accumulation, and
-are not divided otherwise.
+are not divided otherwise. The loss of a micro-batch of weight 0 is multiplied by 0, because its samples don't count.
 """
 
 from __future__ import annotations
@@ -247,6 +247,7 @@ class Window:
         unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
         several: True if the current micro-batch may have several backward calls.
         entered: True while a micro-batch runs.
+        micro_batch_weight: The weight of the micro-batch that runs; None: none runs, or it has no weight.
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
         sync_skipped: True if gradient reduction in backward was turned off for the last micro-batch.
@@ -271,6 +272,7 @@ class Window:
             self.divided_twice
         ) = False
         self.entered = self.grads_checked = False
+        self.micro_batch_weight: float | Tensor | None = None
         self.scale: Tensor | None = None
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
@@ -500,7 +502,7 @@ class Window:
                 "write one of them. Within window(), call optimizer.scale_loss(loss).backward()"
             )
         self.begin(weight, params)
-        self.several, self.entered = several, True
+        self.several, self.entered, self.micro_batch_weight = several, True, weight
         try:
             with ExitStack() as stack:
                 if several:
@@ -513,13 +515,23 @@ class Window:
             self.phase = "broken"
             raise
         finally:
-            self.entered = False
+            self.entered, self.micro_batch_weight = False, None
         if not self.grads_checked:
             self._recorded = _Gradient.all_of(params)
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
         if self.steps is not None and not self.is_full:
             self._watch(params)
+
+    def mask_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss``, times 0 if the running micro-batch has the weight 0. No host synchronization.
+
+        The backward of such a loss is not left out, because its collectives wait for this rank.
+        """
+        weight = self.micro_batch_weight
+        if isinstance(weight, Tensor):
+            return loss * (weight != 0)
+        return loss * 0 if weight is not None and weight == 0 else loss
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor]) -> None:
         """Count one micro-batch before its backward, and add its weight to the window's weight.

@@ -335,6 +335,13 @@ def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) 
     return drawn if setting.weighted or not setting.managed else min(drawn, 1)
 
 
+def is_masked(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) -> bool:
+    """Return whether the micro-batch has the weight 0, and its loss is passed instead of None."""
+    where = tuple(at[axis] for axis in setting.at.topology.data_axes)
+    passed = setting.weighted and case.draw("masked", step, micro, where) % 2 == 1
+    return passed and not weight(case, setting, at, step, micro)
+
+
 def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
     """Return whether the shard of the rank at ``at`` is in no loss of this micro-batch; each replica may decide
     differently."""

@@ -23,6 +23,7 @@ from configurations import (
     Layout,
     Setting,
     is_idle,
+    is_masked,
     laid_out,
     memory_format,
     numbers,
@@ -205,9 +206,17 @@ class Rank:
             absent = not terms and case.absent and case.draw("absent", number, micro, at) % 2
             early = setting.states == "overlap" and not setting.managed and micro < setting.micro - 1
             with optimizer.no_sync() if early else nullcontext():
-                given = None if absent or not count else loss
-                optimizer.backward(given, **({"weight": count} if setting.weighted else {}))
+                given = loss if (count or is_masked(case, setting, at, number, micro)) and not absent else None
+                optimizer.backward(given, **self._weight(count, number, micro))
         return optimizer.step()
+
+    def _weight(self, count: int, number: int, micro: int) -> dict[str, float | Tensor]:
+        """Return the weight of a micro-batch as an argument, a number or a tensor; no argument without weights."""
+        if not self.setting.weighted:
+            return {}
+        where = [self.registry.coordinate[axis] for axis in self.setting.at.topology.data_axes]
+        is_tensor = self.case.draw("tensor weight", number, micro, where) % 3 == 0
+        return {"weight": torch.tensor(float(count), device=self.device) if is_tensor else count}
 
     def averaged(self, name: str) -> int:
         """Return the number of data ranks in a DTensor's mesh (1 for a plain tensor). Its gradient counts as averaged

@@ -24,6 +24,7 @@ from configurations import (
     Setting,
     data_ranks,
     is_idle,
+    is_masked,
     numbers,
     start_of,
     weight,
@@ -114,7 +115,9 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
     for other in others:
         for micro in range(setting.micro):
             idle = is_idle(case, setting, name, other, step, micro)
-            if weight(case, setting, other, step, micro) and not idle:
+            if is_masked(case, setting, other, step, micro) and not idle:
+                terms += 1  # a gradient of 0
+            elif weight(case, setting, other, step, micro) and not idle:
                 term = numbers(case, setting, name, other, step, micro).flatten()
                 total += term
                 absolute += term.abs()

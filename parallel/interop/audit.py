@@ -115,6 +115,9 @@ class AuditedParameter(NamedTuple):
 class Disagreement:
     """A contradiction between a parameter's declared layout over an axis and its values or gradients.
 
+        for found in audit(model, registry).disagreements:
+            print(found.name, found.axis, found.declared, found.what_to_do)
+
     Attributes:
         name: The parameter's name.
         axis: The mesh axis.
@@ -142,6 +145,9 @@ class Disagreement:
 class Audit:
     """Result of `audit`, identical on all ranks.
 
+        audited = audit(model, registry)
+        assert not audited.disagreements, audited
+
     Attributes:
         parameters: Number of distinct parameter names on all ranks.
         disagreements: The contradictions that were found, at most one per parameter and axis.
@@ -166,6 +172,7 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     are compared, because the ranks see different samples. The gradient of a parameter is its ``grad``, or without it
     ``main_grad``. If a parameter has neither, only its values are compared.
 
+        model(x).square().mean().backward()
         print(audit(model, registry))
 
     Args:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..optim.proof.exact import assert_exact
 from ..optim.proof.prove import Finding, InferredLayout, Proof, infer, prove
+from ..parallel.interop.audit import audit
 from ..parallel.mesh.deprecation import renamed_objects
 from ..parallel.ranks.interface import Ranks, RanksError
 from ..parallel.ranks.pool import RankPool
@@ -17,6 +18,7 @@ __all__ = [
     "Ranks",
     "RanksError",
     "assert_exact",
+    "audit",
     "fake_world",
     "infer",
     "prove",

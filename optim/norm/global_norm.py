@@ -321,9 +321,6 @@ class PackedSum:
     def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
         """Return a new `PackedSum` with ``fields`` appended; this object if ``fields`` is empty.
 
-        Fields on other devices are copied to the device of `values`. Without NCCL, a rank that has no gradients in the
-        first steps may pack some fields on the CPU and others on a GPU.
-
         Raises:
             ValueError: A field has the name of a field that is already packed.
         """
@@ -333,8 +330,7 @@ class PackedSum:
         if len(sizes) < len(self.sizes) + len(fields):
             twice = ", ".join({*self.sizes} & {*fields})
             raise ValueError(f"the field {twice} is packed twice: give each field a unique name")
-        device = self.values.device
-        return PackedSum(torch.cat([self.values, *(field.to(device) for field in fields.values())]), sizes)
+        return PackedSum(torch.cat([self.values, *fields.values()]), sizes)
 
     def split(self, sums: Tensor) -> dict[str, Tensor]:
         """Return the fields of ``sums`` by name, as views. ``sums`` is the vector `values` summed over all ranks."""

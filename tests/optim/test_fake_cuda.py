@@ -240,6 +240,18 @@ def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization(topolog
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
+def test_group_on_cuda_is_rejected_by_a_rank_whose_optimizer_was_made_without_parameters_over_gloo() -> None:
+    """The rank has counters on the CPU, and a step would combine tensors of two devices."""
+    with world(Topology(pipe=2)), fake_cuda(collectives_on=CPU):
+        registry = registry_of((("pipe", 2),))
+        optimizer = ParallelOptimizer(torch.optim.AdamW([{"params": []}], fused=True), registry)
+        added = nn.Parameter(torch.ones(6, device="cuda"))
+        annotate(added, P(), "added")
+        with pytest.raises(ValueError, match="this rank's loss scale and counters are on cpu, because it had no param"):
+            optimizer.add_param_group({"params": [added]})
+        assert len(optimizer.param_groups) == 1
+
+
 COMPARES = "amp/casting.py"
 
 

@@ -54,8 +54,3 @@ def measured() -> tuple[float, dict[str, list[float]]]:
 
 def test_packed_fields_are_summed_over_ranks_with_the_norm(world: World) -> None:
     assert world.run(2, measured) == [(5.0, {"first": [3.0, 3.0], "second": [10.0]})] * 2
-
-
-def test_fields_are_packed_on_the_device_of_the_first_values() -> None:
-    packed = PackedSum.of({"one": torch.ones(1, device="meta")}).with_fields({"two": torch.ones(2)})
-    assert (packed.values.device.type, packed.values.shape) == ("meta", (3,))

@@ -541,7 +541,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if window.pending_clip is not None and window.decision is None:
                 _, problem = self._clip_now(window.pending_clip)
             problem = self._completion(window, self._switch) or problem  # reduces the gradients
-            # Measure the gradients and decide, in exactly one collective, unless an explicit clip did both in this window.
+            # Measure and decide (by default in one collective), unless an explicit clip did both in this window.
             decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
             reason = self._count(decision)
             if reason is None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that move only when the optimizer took a step, and `HoldOnSkip` for torch's schedules.
+"""Learning-rate schedules that advance only when the optimizer took a step, and `HoldOnSkip` for torch's schedules.
 
 schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
 for batch in loader:
@@ -6,9 +6,9 @@ for batch in loader:
     optimizer.step()
     schedule.step()
 
-In this file, to move a schedule means to advance it by one step, and to hold it means to leave it unchanged.
+In this file, to advance a schedule means to set it to its next step, and to hold it means to leave it unchanged.
 `schedule.step()` holds the schedule in the middle of an accumulation window (the micro-batches of one optimizer step),
-and after a skipped step. Otherwise it moves the schedule. The step decision (skipped or not) is computed on the device.
+and after a skipped step. Otherwise it advances the schedule. The step decision (skipped or not) is computed on the device.
 The host reads it late, so that it does not have to wait::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
@@ -155,17 +155,17 @@ class Hold:
     The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
     call of `step`, the flag of its last step is read again.
 
-    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` moves the
-    schedule at once, and `settle` undoes the move if the optimizer's step was skipped. Without ``take_back``, `settle`
-    moves the schedule if the step was taken. A hook of the optimizer calls `settle` before the optimizer's next step. A
-    replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if no hook ran
-    since the last call of `step`.
+    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` advances
+    the schedule at once, and `settle` undoes the advance if the optimizer's step was skipped. Without ``take_back``,
+    `settle` advances the schedule if the step was taken. A hook of the optimizer calls `settle` before the optimizer's
+    next step. A replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if
+    no hook ran since the last call of `step`.
 
     Args:
         optimizer: The optimizer. Its hooks keep neither this object nor the schedule alive.
-        move: Function that moves the schedule by one step.
-        take_back: Function that undoes the last move. None (default): a move cannot be undone.
-        hold_on_skip: False: the schedule also moves after skipped steps, without host synchronization. Default: True.
+        advance: Function that advances the schedule by one step.
+        take_back: Function that undoes the last advance. None (default): an advance can't be undone.
+        hold_on_skip: False: the schedule also advances after skipped steps, without host synchronization. Default: True.
 
     Collectives: none; all ranks skip the same steps.
     Host synchronization: with ``hold_on_skip``, one per step on a GPU.
@@ -174,19 +174,19 @@ class Hold:
     def __init__(
         self,
         optimizer: ParallelOptimizer,
-        move: Callable[[], None],
+        advance: Callable[[], None],
         take_back: Callable[[], None] | None = None,
         *,
         hold_on_skip: bool = True,
     ) -> None:
-        self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
+        self._advance, self._take_back, self._hold_on_skip = advance, take_back, hold_on_skip
         self._verdict: FlagCopy | None = None  # the decision that is not yet read: True if the step was skipped
-        self._has_moved = False  # True if the schedule moved before the decision was read
+        self._has_advanced = False  # True if the schedule advanced before the decision was read
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
 
     def step(self) -> None:
-        """Move the schedule by one step, or hold it, depending on the optimizer's last steps.
+        """Advance the schedule by one step, or hold it, depending on the optimizer's last steps.
 
         Host synchronization: on a GPU, one if the previous decision is still pending. Another one if ``take_back`` is
         None and no hook of the optimizer ran since the last call.
@@ -197,20 +197,20 @@ class Hold:
         skipped, called = self._taken.all_skipped, self._taken.called
         self._taken.start_over()
         if skipped is None or not self._hold_on_skip:
-            self._move()
+            self._advance()
             return
-        self._verdict, self._has_moved = FlagCopy(skipped), False
+        self._verdict, self._has_advanced = FlagCopy(skipped), False
         if self._verdict.is_here or (self._take_back is None and not called):
             self.settle()
         elif self._take_back is not None:
-            self._has_moved = True
-            self._move()
+            self._has_advanced = True
+            self._advance()
 
     def settle(self) -> None:
         """Read the pending step decision, if there is one, and correct the schedule's position.
 
-        If the schedule moved in advance and the step was skipped, the move is undone. If the schedule did not move in
-        advance and the step was taken, the schedule moves.
+        If the schedule already advanced and the step was skipped, the advance is undone. If it did not advance yet and
+        the step was taken, it advances now.
 
         Host synchronization: one if a decision is pending on a GPU.
         """
@@ -218,11 +218,11 @@ class Hold:
         if verdict is None:
             return
         skipped = verdict.read()
-        if skipped and self._has_moved:
+        if skipped and self._has_advanced:
             assert self._take_back is not None
             self._take_back()
-        elif not skipped and not self._has_moved:
-            self._move()
+        elif not skipped and not self._has_advanced:
+            self._advance()
 
     def forget(self) -> None:
         """Discard the pending step decision. Call it when the schedule is set to another position."""
@@ -341,7 +341,7 @@ class WarmupLR(LRScheduler):
                 "wraps that one"
             )
         self._watched = optimizer
-        self._hold = Hold(optimizer, weakly(self._move), weakly(self._take_back), hold_on_skip=self.hold_on_skip)
+        self._hold = Hold(optimizer, weakly(self._advance), weakly(self._take_back), hold_on_skip=self.hold_on_skip)
 
     @abstractmethod
     def decay(self, step: int) -> float:
@@ -397,7 +397,7 @@ class WarmupLR(LRScheduler):
             self._hold.start_over()
         super()._update_lr(epoch)
 
-    def _move(self) -> None:
+    def _advance(self) -> None:
         super().step()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -201,10 +201,10 @@ class Restoration:
         return self._allocate_full(key)
 
     def _allocate_state(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the saved optimizer state of a tensor that the optimizer steps, by name of the state.
+        """Allocate the optimizer state of a stepped tensor, and return it by name of the state.
 
-        Step counts and other numbers have their saved values. Other tensors are uninitialized, and are added to
-        `tensors`.
+        Step counts and other numbers have their saved values. Other tensors are uninitialized and are added to
+        `tensors`; reading the checkpoint fills them.
 
         Raises:
             ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
@@ -225,10 +225,10 @@ class Restoration:
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the saved states of the full tensor that this rank keeps for a tensor that the optimizer steps.
+        """Allocate the full-tensor states that this rank keeps for a stepped tensor, and return them by name.
 
-        They are uninitialized tensors by name of the state, and are added to `tensors`. Empty if the tensor is not
-        stepped by a full-tensor optimizer.
+        They are uninitialized and are added to `tensors`; reading the checkpoint fills them. The result is empty if no
+        full-tensor optimizer steps the tensor.
         """
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []

@@ -171,8 +171,8 @@ def make_snapshot(
     def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
-        # Before the optimizer's state is read: the schedule's state_dict may undo a move after a skipped step, which
-        # changes the learning rates of the optimizer.
+        # Before the optimizer's state is read: the schedule's state_dict may first undo an advance that it made for a
+        # skipped step, which changes the optimizer's learning rates.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         common = {

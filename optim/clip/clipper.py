@@ -340,7 +340,7 @@ class MeasurementSpec:
 
 
 class GradientClipper:
-    """Measures gradients in one collective, and applies a clipping rule to them.
+    """Measures gradients (by default in one collective), and applies a clipping rule to them.
 
     Args:
         params: The tensors whose gradients are clipped, in the order of the plan's entries.

@@ -29,7 +29,7 @@ class InFlight:
         self._started: deque[Finish] = deque()
 
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
-        """Start reductions. Whenever ``most`` reductions run, finish the oldest one.
+        """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
 
         Args:
             starts: Functions; each starts a reduction and returns the function that finishes it.
@@ -59,8 +59,9 @@ class BackwardReducer:
         name_of: Returns the name of a parameter, for errors.
         eager: Buckets that are reduced during backward, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
-        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 3. So the device's
-            compute stream waits for a bucket when the second bucket after it starts, and not when the next one starts.
+        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 3: as soon as a third
+            reduction has started, the device's compute stream waits for the oldest one. So it waits for bucket n when
+            bucket n + 2 starts, and not already when bucket n + 1 starts.
 
     Attributes:
         late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`. None if there is

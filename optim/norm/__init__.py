@@ -1,1 +1,1 @@
-"""The global norm of sharded gradients: the reduction plan, local powers, and one collective."""
+"""The global norm of sharded gradients: the reduction plan, local powers, and the collectives that add powers up."""

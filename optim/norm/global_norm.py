@@ -1,4 +1,4 @@
-"""Global norms of sharded gradients, computed by one packed all-reduce.
+"""Global norms of sharded gradients, by default computed by one packed all-reduce.
 
     total_norm = (sum of |g|^p over all elements g of all gradients)^(1/p)
 

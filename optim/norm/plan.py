@@ -173,7 +173,10 @@ def _lacks_spec(param: Tensor, topology: Topology, meshed: set[str]) -> bool:
 
 
 def _is_undeclared(param: Tensor, local: Tensor, annotation: Annotation, topology: Topology, meshed: set[str]) -> bool:
-    """Return True if the layout of ``param`` over a mesh axis is neither declared nor implied.
+    """Return True if the layout of ``param`` over some model axis is unknown.
+
+    It is known if it is declared, if the parameter is a DTensor whose device mesh has the axis, or if the parameter is
+    plain and the axis is in ``meshed``.
 
     Args:
         param: The parameter.

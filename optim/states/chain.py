@@ -427,7 +427,8 @@ class ParamTransform:
 
 # The first transform of a chain: local tensors of DTensors ------------------------------------------------------------
 
-_SHARED = "_meshstep_shared"  # attribute of a gradient that is the local tensor of a DTensor's gradient
+# Attribute that marks a gradient as the local tensor of a DTensor's gradient. A gradient that other code set lacks it.
+_SHARED = "_meshstep_shared"
 
 
 class LocalTensors(ParamTransform):

@@ -117,9 +117,14 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
     """Raise ValueError if the optimizer's result would depend on how the model is divided over ranks.
 
-    The result depends on it in two cases: parameters are sharded (declared or DTensors) and the update is not
-    elementwise; or ranks hold different parameters, and the optimizer computes a value from all of its parameters
-    together.
+    ValueError is raised in these cases:
+
+    * Parameters are sharded (declared or DTensors), and `check_elementwise` rejects the optimizer: its update is not
+      known to be elementwise, or its states are quantized. Optimizers whose step uses collectives are accepted.
+    * Ranks hold different parameters, and `check_each_alone` rejects the optimizer: it computes a value from all of its
+      parameters together.
+
+    ``optimizer.elementwise = True`` turns both checks off.
 
     Args:
         optimizer: The torch optimizer.

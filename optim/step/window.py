@@ -363,7 +363,7 @@ class Window:
 
     @property
     def count(self) -> int:
-        """Return the divisor of the window's summed gradients if no rank gave a weight.
+        """Return the divisor of the window's summed gradients if no micro-batch of any rank was given a ``weight=``.
 
         It is the number of micro-batches with ``accumulation_steps``, else 1.
         """

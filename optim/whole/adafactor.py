@@ -93,7 +93,10 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
 
 
 class FactoredOptimizer(WholeOptimizer):
-    """The base class of Adafactor and CAME, with the parts of a step of many tensors with few kernels."""
+    """The base class of Adafactor and CAME.
+
+    Its methods compute the shared parts of a step for many tensors at once, with few kernel launches.
+    """
 
     def shape_of(self, slot: Slot) -> Shape:
         """Return the shape of the full tensor."""
@@ -156,7 +159,8 @@ class FactoredOptimizer(WholeOptimizer):
         for kind in by_kind:
             by_position = {slot.position: slot for slot in kind}
             positions = [slot.position for slot in kind if self.is_factored(slot)]
-            # a stack is not divided, because its sums must not depend on other stacks
+            # All tensors of a stack go into one chunk. Otherwise the other stacks of the chunk would decide where a stack
+            # is divided, and so how its sums are rounded.
             parts = [[by_position[position] for position in own] for own in self.tensors.alike(positions)]
             parts += [[slot] for slot in kind if not self.is_factored(slot)]
             for chunk in chunks(parts, lambda part: sum(slot.param.numel() for slot in part)):

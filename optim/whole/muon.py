@@ -119,7 +119,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
     """
     a, b, c = coefficients
     mm, addmm = _products(x)
-    # allocated once, because allocations in every step are slow
+    # allocated once per call, because allocations in each iteration are slow
     after, gram, polynomial = x.new_empty(x.shape), _empty_squares(x), _empty_squares(x)
     for _ in range(steps):
         mm(x, x.mT, out=gram)

@@ -1,8 +1,8 @@
 """DTensor parameters and their gradients: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
 
-The spec of a DTensor is derived from its placements. Each dim of its mesh must be along the same ranks as an axis of the
-topology, or as several axes that are flattened into one dim. The names may differ. ``registry.device_mesh("data")`` creates
-a mesh on the registry's groups; a slice of a mesh is a valid mesh too.
+The spec of a DTensor is derived from its placements. Each mesh dim must be along the same ranks as an axis of the
+topology, or as several axes that are flattened into one mesh dim. The names may differ. ``registry.device_mesh("data")``
+creates a mesh on the registry's groups; a slice of a mesh is a valid mesh too.
 
     parameter                                           placements                     spec
     fully_shard over data                               (Shard(0),)                    P("data")
@@ -675,9 +675,11 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
     for dim in range(param.dim()):
         over = tuple(axis for axis in spec.dim_axes(dim) if axis in axes)
         if over and spec.dim_axes(dim)[-len(over) :] != over:
+            later = [axis for axis in spec.dim_axes(dim)[spec.dim_axes(dim).index(over[0]) :] if axis not in over]
             raise ValueError(
-                f"the gradient of {label(param)} ({spec}) is sharded over axes that come after {', '.join(over)} in its "
-                f"spec, but is not sharded over {', '.join(over)}; redistribute the gradient"
+                f"{label(param)} is sharded as {spec}, but its gradient is sharded over {', '.join(map(repr, later))} and "
+                f"not over {over[0]!r}, an earlier axis of the same dim; redistribute the gradient to the placements of "
+                "the parameter"
             )
 
 

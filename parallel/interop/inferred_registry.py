@@ -40,8 +40,8 @@ class _View(NamedTuple):
     """The device meshes and parameters of one rank, in a form that ranks can exchange.
 
     Attributes:
-        dims: The dims of the meshes of this rank's DTensors.
-        sliced_off: If such a mesh is a slice of a larger mesh, the other dims of the larger mesh.
+        dims: The mesh dims of this rank's DTensors.
+        sliced_off: If such a mesh is a slice of a larger mesh, the other mesh dims of the larger mesh.
         averaged: For each mesh dim over which `fully_shard` averages gradients, the global ranks along it.
         parameters: Per parameter, its placements as text ("" for a plain tensor) and its shape.
     """
@@ -74,8 +74,8 @@ def infer_registry(
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
             mesh, is a model axis. This is right if nothing is averaged, as in clipping. False: such an axis is an error.
             Default: False.
-        averaging: Meshes over which `fully_shard` averages gradients. Their dims become data axes, unless their names have
-            another default role. Default: none.
+        averaging: Meshes over which `fully_shard` averages gradients. Their mesh dims become data axes, unless their
+            names have another default role. Default: none.
     Raises:
         ValueError: On every rank: no axes exist of which all mesh dims are products; without ``any_roles``, the names of an
             axis have different default roles; or the name of a mesh dim can't be the name of an axis.

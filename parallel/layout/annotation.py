@@ -24,7 +24,7 @@ class Annotation:
     Args:
         spec: The layout.
         name: Name of the parameter in errors. None: no name.
-        mesh_axes: For the local tensor of a DTensor, the names of the dims of the DTensor's device mesh. Empty for
+        mesh_axes: For the local tensor of a DTensor, the names of the mesh dims of the DTensor's device mesh. Empty for
             other parameters.
         declared: False if the spec was derived from DTensor placements alone. Such a spec describes the layout over
             ``mesh_axes`` only.

@@ -427,7 +427,7 @@ class P:
 
         Args:
             topology: Provides the aliases.
-            dims: Further aliases: axes per dim of a device mesh. None: no further aliases.
+            dims: Further aliases: axes per mesh dim of a device mesh. None: no further aliases.
 
         Raises:
             ValueError: The spec names an alias, and an axis is named twice, directly or by an alias; an owned or tied

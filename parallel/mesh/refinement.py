@@ -1,11 +1,11 @@
 """The common refinement of device meshes: the fewest axes such that every mesh dim consists of one or more axes.
 
-    mesh     dims                   strides     dims as products of the axes edp=2, data_1=2, tensor=2
+    mesh     mesh dims              strides     mesh dims as products of the axes edp=2, data_1=2, tensor=2
     dense    (data=4, tensor=2)     2, 1        data = edp x data_1      tensor
     experts  (edp=2, expert=4)      4, 1        edp                      expert = data_1 x tensor
 
-The stride of a dim is the difference between neighbouring ranks along the dim. A dim of size n and stride s has the
-bounds s and s * n. The bounds of all dims, 1 and the number of ranks are sorted, and each bound must divide the next
+The stride of a mesh dim is the difference between neighbouring ranks along it. A mesh dim of size n and stride s has the
+bounds s and s * n. The bounds of all mesh dims, 1 and the number of ranks are sorted, and each bound must divide the next
 larger one. Each pair of consecutive bounds (low, high) gives an axis of stride low and size high / low.
 """
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class Dim(NamedTuple):
-    """A dim of a device mesh, and one group of ranks along this dim.
+    """A mesh dim of a device mesh, and one group of ranks along it.
 
     Args:
         mesh: Index of the mesh in the list of all meshes.
-        name: Name of the dim.
-        ranks: Global ranks of the group, in the order of the dim.
+        name: Name of the mesh dim.
+        ranks: Global ranks of the group, in their order along the mesh dim.
     """
 
     mesh: int
@@ -41,7 +41,7 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
     """Return the result of `dims_of` on every rank, as a list indexed by global rank.
 
     Raises:
-        ValueError: On every rank: a mesh has no dim names.
+        ValueError: On every rank: a mesh has no names of mesh dims.
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
@@ -73,18 +73,18 @@ def gathered(make: Callable[[], T]) -> list[T]:
 
 
 def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the dims of a mesh; for a mesh without dim names, return dim_0, dim_1, ..."""
+    """Return the names of a mesh's mesh dims; if they have no names, return dim_0, dim_1, ..."""
     return mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
 
 
 def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
-    """Return the dims of all meshes that contain this rank, each with the group of this rank along the dim.
+    """Return the mesh dims of all meshes that contain this rank, each with the group of this rank along it.
 
     Args:
         meshes: Device meshes.
-        need_names: False: name the dims of a mesh without dim names dim_0, dim_1, ... True: such a mesh is an error.
+        need_names: False: name mesh dims without names dim_0, dim_1, ... True: a mesh without such names is an error.
     Raises:
-        ValueError: A mesh has no dim names, and ``need_names`` is True.
+        ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
     """
     found = []
     for number, mesh in enumerate(meshes):
@@ -98,7 +98,7 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
 
 
 def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
-    """Return the global ranks of this rank's group along dim ``index`` of ``mesh``, which must contain this rank."""
+    """Return the global ranks of this rank's group along mesh dim ``index`` of ``mesh``, which must contain this rank."""
     at = mesh.get_coordinate() or ()
     return tuple(mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))].tolist())
 
@@ -106,24 +106,24 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
 def refined(
     views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the fewest axes such that every dim of several device meshes consists of one or more of these axes.
+    """Return the fewest axes such that every mesh dim of several device meshes consists of one or more of them.
 
     A mesh dim whose name is not the name of an axis becomes an alias for its axes.
 
-    If a mesh dim is one axis, the axis has the name of the dim. If several mesh dims are the same axis, the axis has
-    the name of the first dim, and the names of the other dims become aliases. If an axis is only a part of mesh dims,
-    its name is the name of the first such dim and its position in that dim: ``data_1``.
+    If a mesh dim is one axis, the axis has the name of the mesh dim. If several mesh dims are the same axis, the axis
+    has the name of the first of them, and the names of the others become aliases. If an axis is only a part of mesh
+    dims, its name is the name of the first such mesh dim and its position in it: ``data_1``.
 
     Args:
-        views: Per global rank, the dims of the meshes that contain this rank, as `agreed_dims` returns them.
+        views: Per global rank, the mesh dims of the meshes that contain this rank, as `agreed_dims` returns them.
         name_of: Function that names an axis that is part of no mesh dim. Its argument is the tuple of the ranks of the
             axis's first group. None: such an axis is an error.
     Returns:
         Size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest first.
     Raises:
-        ValueError: The groups along a dim have different sizes or strides, are not a grid, or begin at a rank where no
-            group of a row-major mesh begins; there are no such axes; two dims with the same name consist of different
-            axes; or an axis is part of no mesh dim, and ``name_of`` is None.
+        ValueError: The groups along a mesh dim have different sizes or strides, are not a grid, or begin at a rank where
+            no group of a row-major mesh begins; there are no such axes; two mesh dims with the same name consist of
+            different axes; or an axis is part of no mesh dim, and ``name_of`` is None.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
@@ -142,7 +142,10 @@ def refined(
     atoms = list(pairwise(digits))[::-1]  # slowest first
 
     def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return the indices in ``atoms`` of the axes that form a dim with these (size, stride) pairs."""
+        """Return the indices in ``atoms`` of the axes that together form one mesh dim.
+
+        ``found`` has the (size, stride) pairs of the mesh dim.
+        """
         parts = (
             i
             for size, stride in found
@@ -175,7 +178,7 @@ def refined(
 
 
 def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]]:
-    """Return, per (mesh index, dim name), the list of the distinct groups of ranks along this dim."""
+    """Return, per (mesh index, name of a mesh dim), the list of the distinct groups of ranks along it."""
     found: dict[tuple[int, str], list[Ranks]] = {}
     for dims in views:
         for mesh, name, ranks in dims:
@@ -189,8 +192,8 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
     """Return the (size, stride) pairs of the grid that a group along a mesh dim forms, slowest pair first.
 
     Args:
-        dim: Mesh index and name of the dim.
-        groups: The distinct groups of ranks along the dim.
+        dim: Mesh index and name of the mesh dim.
+        groups: The distinct groups of ranks along the mesh dim.
     Raises:
         ValueError: The groups have different sizes or strides, are not a grid, or begin at a rank where no group of a
             row-major mesh begins.

@@ -327,10 +327,10 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
 
     Args:
         registry: Provides ranks and process groups.
-        dims: Per dim of the mesh, the axes of which the dim consists. The process group along each dim is created.
+        dims: Per mesh dim, the axes of which it consists. The process group along each mesh dim is created.
     Raises:
         ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the axes
-            of a dim are not in the order of the topology.
+            of a mesh dim are not in the order of the topology.
         RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not initialised.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -614,15 +614,15 @@ class ProcessGroupRegistry:
 
             mesh = registry.device_mesh("data", "tensor")
 
-        The mesh can be used until the registry is closed. The process group of each dim is created if it does not
-        exist.
+        The mesh can be used until the registry is closed. The process group of each mesh dim is created if it does
+        not exist.
 
         Args:
-            axes: One entry per dim of the mesh: an axis, or a tuple of axes that form one dim. The name of a dim of
-                several axes joins their names: ``("edp", "mid")`` gives ``"edp_mid"``.
+            axes: One entry per mesh dim: an axis, or a tuple of axes that form one mesh dim. The name of a mesh dim
+                of several axes joins their names: ``("edp", "mid")`` gives ``"edp_mid"``.
         Raises:
             ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the
-                axes of a dim are not in the order of the topology.
+                axes of a mesh dim are not in the order of the topology.
             RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not
                 initialised.
         """
@@ -630,7 +630,7 @@ class ProcessGroupRegistry:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
-        """Return a registry whose axes are the dims of ``mesh``.
+        """Return a registry whose axes are the mesh dims of ``mesh``.
 
         The group along an axis is the mesh's process group, or the default group if the axis has all ranks. `close`
         does not destroy these groups.
@@ -639,13 +639,14 @@ class ProcessGroupRegistry:
             registry = ProcessGroupRegistry.from_device_mesh(mesh)
 
         Args:
-            mesh: A mesh of all ranks of the world in row-major order, with dim names, as `init_device_mesh` returns it.
-            roles: Role per dim: ``"pipe"``, ``"data"`` or ``"model"``. None: the default roles of the names of the
-                dims.
+            mesh: A mesh of all ranks of the world in row-major order, with names of mesh dims, as `init_device_mesh`
+                returns it.
+            roles: Role per mesh dim: ``"pipe"``, ``"data"`` or ``"model"``. None: the default roles of the names of the
+                mesh dims.
 
         Raises:
-            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order; ``roles``
-                has an unknown dim or role; or another rank constructed this registry with another topology.
+            ValueError: The mesh has no names of mesh dims, or does not hold all ranks of the world in row-major order;
+                ``roles`` has an unknown mesh dim or role; or another rank constructed this registry with another topology.
         """
         if mesh.mesh_dim_names is None:
             raise ValueError(

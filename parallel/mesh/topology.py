@@ -210,8 +210,8 @@ class ByRole:
 
 # Aliases, names for several axes: for example ``data`` for ``edp x mid``, and ``expert`` for ``mid x tensor`` ---------
 
-# With aliases one topology describes several meshes of the same ranks: each dim of a mesh is an axis, or an alias for
-# several axes. The first axis of an alias varies slowest, as in ``torch.arange(n).reshape(sizes)``.
+# With aliases one topology describes several meshes of the same ranks: each mesh dim is an axis, or an alias for several
+# axes. The first axis of an alias varies slowest, as in ``torch.arange(n).reshape(sizes)``.
 
 
 def resolve_aliases(
@@ -272,7 +272,9 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the coordinates on each axis of an alias whose product is a given set of coordinates of the alias.
+    """Split coordinates of an alias (a name for several axes) into a set of coordinates per axis.
+
+    The product of the sets is ``where``:
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
@@ -521,24 +523,24 @@ class Topology(ByRole):
 
     @classmethod
     def of_meshes(cls, *meshes: DeviceMesh, roles: Mapping[str, Role] | None = None) -> Topology:
-        """Return one topology in which each dim of several device meshes is an axis or an alias for several axes.
+        """Return one topology in which each mesh dim of several device meshes is an axis or an alias for several axes.
 
         The topology has as few axes as possible. A mesh dim that consists of several axes becomes an alias:
 
             Topology.of_meshes(dense, experts)      # meshes (data=4, tensor=2) and (edp=2, expert=4)
             # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
 
-        If a mesh dim is one axis, the axis has the name of the dim. If several mesh dims are the same axis, the axis
-        has the name of the first dim, and the names of the other dims become aliases. If an axis is only a part of mesh
-        dims, its name is the name of the first such dim and its position in that dim: ``data_1``.
+        If a mesh dim is one axis, the axis has the name of the mesh dim. If several mesh dims are the same axis, the
+        axis has the name of the first of them, and the names of the others become aliases. If an axis is only a part of
+        mesh dims, its name is the name of the first such mesh dim and its position in it: ``data_1``.
 
         Args:
-            meshes: torch's device meshes with dim names, in the same order on all ranks of the world.
+            meshes: torch's device meshes with names of mesh dims, in the same order on all ranks of the world.
             roles: Role per axis or alias, as in the constructor. None: default roles.
         Raises:
-            ValueError: On every rank: a mesh has no dim names; the groups along a dim have different sizes or strides, or
-                are not a grid; no common axes exist; dims with the same name have different ranks; an axis is part of no
-                mesh dim; or the constructor rejects an argument.
+            ValueError: On every rank: a mesh has no names of mesh dims; the groups along a mesh dim have different sizes
+                or strides, or are not a grid; no common axes exist; mesh dims with the same name have different ranks; an
+                axis is part of no mesh dim; or the constructor rejects an argument.
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
         """

@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def test_launch_table_has_all_rows() -> None:
+def test_launch_table_has_one_row_per_benchmark_case() -> None:
     assert [line.split("`")[1] for line in ROWS] == [*benchmark.CASES]
 
 

@@ -116,8 +116,8 @@ def equal_stages(named: bool) -> tuple[float, float, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_pipeline_stages_of_equal_shapes_are_distinguished_by_dim_of_root_mesh(world: World, named: bool) -> None:
-    """Without the dim `pp` of the mesh from which `fsdp` was sliced, the stages would count as diverged replicas."""
+def test_pipeline_stages_of_equal_shapes_are_distinguished_by_root_mesh_axis(world: World, named: bool) -> None:
+    """Without the axis `pp` of the mesh from which `fsdp` was sliced, the stages would count as diverged replicas."""
     for norm, wanted, pipe_axes in world.run(4, equal_stages, named):
         assert norm == pytest.approx(wanted, rel=1e-12)
         assert pipe_axes == ("pp",)
@@ -153,7 +153,7 @@ def test_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
         assert "(if replicas may differ, give a registry, with which replicas are not compared)" in str(error)
 
 
-def test_norm_sums_experts_over_a_declared_dim_of_the_root_mesh(world: World) -> None:
+def test_norm_counts_experts_along_declared_axis_outside_their_submesh(world: World) -> None:
     for norm, experts in world.run(4, experts_on_slice, True):
         assert norm == pytest.approx((8 + experts**2) ** 0.5, rel=1e-12)
 
@@ -192,7 +192,7 @@ def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) ->
     return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], [], ()) for rank in range(12)]
 
 
-def test_dim_of_root_mesh_becomes_an_axis_only_if_its_stride_nests() -> None:
+def test_root_mesh_dim_becomes_axis_only_if_its_stride_nests() -> None:
     """Twelve ranks as (6, 2), with DTensors on the slice of stride 2, and as (4, 3): the strides 2 and 3 do not nest."""
     nesting = _topology(views_of(("a", 6, 2), sliced_off=("b", 2, 1)), any_roles=True)
     assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))
@@ -200,7 +200,7 @@ def test_dim_of_root_mesh_becomes_an_axis_only_if_its_stride_nests() -> None:
     assert (other.axes, other.sizes) == (("a", "replica_2x1"), (6, 2))
 
 
-def test_dim_of_root_mesh_is_a_pipeline_axis_if_parameters_differ_along_it() -> None:
+def test_root_mesh_dim_is_pipeline_axis_if_parameters_differ_along_it() -> None:
     views = views_of(("a", 6, 2), sliced_off=("b", 2, 1))
     assert _topology(views, any_roles=True).role("b") == "data"
     stages = [view._replace(parameters=(("", (2 + rank % 2,)),)) for rank, view in enumerate(views)]

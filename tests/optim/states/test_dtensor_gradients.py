@@ -192,7 +192,7 @@ def test_gradient_may_change_from_partial_to_complete_between_steps(world: World
 
 
 def refused(kind: str) -> str:
-    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     with registry_of(GRID) as registry:
         mesh = registry.device_mesh("tensor")
@@ -200,6 +200,9 @@ def refused(kind: str) -> str:
         plain = nn.Parameter(torch.ones(4) if kind != "values" else torch.ones(4) + registry.rank("tensor"))
         if kind == "mesh lacks an axis":
             split = nn.Parameter(distribute_tensor(torch.zeros(4, 4), registry.device_mesh("data"), [Shard(0)]))
+        grid = registry.device_mesh("data", "tensor")
+        if kind == "not over the earlier axis":
+            split = nn.Parameter(distribute_tensor(torch.zeros(4, 4), grid, [Shard(0), Shard(0)]))
         check: Any = kind != "not compared"
         try:
             optimizer = ParallelOptimizer(torch.optim.SGD([split, plain], lr=1.0), registry, check_replicas=check)
@@ -209,6 +212,8 @@ def refused(kind: str) -> str:
                 plain.grad = torch.ones(4) + (registry.rank("tensor") if kind == "gradients" else 0)
                 if kind == "later a sum" and step and registry.global_rank:
                     split.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False)
+                if kind == "not over the earlier axis":
+                    split.grad = distribute_tensor(torch.ones(4, 4), grid, [Replicate(), Shard(0)])
                 if kind == "no sum of terms":
                     split.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial("max")], run_check=False)
                 stats = optimizer.step()
@@ -234,9 +239,15 @@ def refused(kind: str) -> str:
             "is Partial(max) over 'tensor', but the parameter is Shard(dim=0); redistribute the gradient",
             0.0,
         ),
+        (
+            "not over the earlier axis",
+            "is sharded as P(('data', 'tensor')), but its gradient is sharded over 'tensor' and not over 'data', an "
+            "earlier axis of the same dim; redistribute the gradient to the placements of the parameter",
+            0.0,
+        ),
     ],
 )
-def test_missing_specs_unequal_replicas_and_partial_max_gradients_are_rejected(
+def test_missing_specs_unequal_replicas_and_unsupported_gradients_are_rejected(
     world: World, kind: str, message: str, weight: float
 ) -> None:
     for found in world.run(4, refused, kind):

@@ -172,7 +172,7 @@ def test_loss_with_weight_0_adds_gradients_of_0(precision: Any, weight: float | 
     assert stats.total_norm > 1
 
 
-def test_loss_after_micro_batch_of_weight_0_is_not_masked() -> None:
+def test_scale_loss_after_micro_batch_of_weight_0_returns_loss_unchanged() -> None:
     model, optimizer = linear()
     with optimizer.window(weight=0):
         assert not optimizer.scale_loss(model(torch.ones(1, 5)).sum())

@@ -481,7 +481,10 @@ def rejected() -> None:
             RuntimeError, match="ranks have unequal numbers of classes; pass the total number as classes="
         ):
             cross_entropy_2d(logits, target, registry)
-        with pytest.raises(RuntimeError, match=r"as classes=, .* torch.chunk does \(this rank has [25] classes, classes=9\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"as classes= to cross_entropy_2d, .* torch.chunk does \(this rank has [25] classes, classes=9\)",
+        ):
             cross_entropy_2d(logits, target, registry, classes=9)  # torch.chunk gives 5 and 4 classes
     with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:
         with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):

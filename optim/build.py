@@ -222,8 +222,9 @@ class Setup:
             "commit": None if self.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
-        if any(param.is_cuda for group in self.optimizer.param_groups for param in group["params"]):
-            said["kernels on GPUs (use_kernels or MESHSTEP_KERNELS)"] = kernels_on_gpu()
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if gpu := next((param.device for param in params if param.is_cuda), None):
+            said["kernels on GPUs (use_kernels or MESHSTEP_KERNELS)"] = kernels_on_gpu(gpu)
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         said["optimizers that need full tensors"] = whole
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]

@@ -786,11 +786,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if twice := sum(id(param) in known for _, param in added):
                 raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
             where = {str(param.device) for _, param in added}
-            if not any(self._given) and where - {str(self._device)}:
+            if not any(self._groups) and where - {str(self._device)}:
                 raise ValueError(
                     f"the new group's parameters are on {', '.join(sorted(where))}, but this rank's loss scale and "
-                    f"counters are on {self._device}, because it had no parameters when the optimizer was made: join the "
-                    "ranks with the backend 'nccl', or give each rank a parameter on its GPU when the optimizer is made"
+                    f"counters are on {self._device}, because it had no parameters when the optimizer was made: call "
+                    "torch.cuda.set_device and join the ranks with the backend 'nccl', or give each rank a parameter on "
+                    "its GPU when the optimizer is made"
                 )
             self._check_unfrozen()
 

@@ -44,14 +44,6 @@ class Chosen:
         """Return the Triton kernels if "triton" is chosen, even if they don't run on the tensors' device; else None."""
         return _loaded() if kernels_chosen() == "triton" else None
 
-    @cached_property
-    def triton_on_gpu(self) -> Triton | None:
-        """Return the Triton kernels if they are used on GPUs, which "auto" decides with a test on the current GPU.
-
-        Host synchronization: one with "auto", on first use.
-        """
-        return _usable() if kernels_chosen() == "auto" else self.triton
-
 
 chosen = Chosen()
 
@@ -99,20 +91,18 @@ def kernels_chosen() -> Kernels:
 def triton_on(device: torch.device) -> Triton | None:
     """Return the Triton kernels if they are chosen and run on ``device``; otherwise None.
 
-    While a CUDA graph is captured before any use of kernels on a GPU, "auto" uses torch's kernels.
+    With "auto", the first call for a GPU tries a kernel there, which synchronizes with the host. In the capture of a CUDA
+    graph before this first call, torch's kernels are used.
     """
-    if device.type != "cuda":
-        kernels = chosen.triton
-    elif "triton_on_gpu" not in vars(chosen) and is_captured():
-        return None
-    else:
-        kernels = chosen.triton_on_gpu
+    if device.type == "cuda" and kernels_chosen() == "auto":
+        return _on_gpu(device)
+    kernels = chosen.triton
     return kernels if kernels is not None and kernels.runs_on(device) else None
 
 
-def kernels_on_gpu() -> str:
-    """Return "triton" or "torch": the kernels on the current GPU. Ranks with parameters on a GPU compare it."""
-    return "torch" if chosen.triton_on_gpu is None else "triton"
+def kernels_on_gpu(device: torch.device) -> str:
+    """Return "triton" or "torch": the kernels on this GPU. Ranks with parameters on a GPU compare it."""
+    return "torch" if triton_on(device) is None else "triton"
 
 
 def kernels_here() -> str:
@@ -143,19 +133,42 @@ def _found() -> Native | None:
     return found
 
 
-@cache
-def _usable() -> Triton | None:
-    """Return the Triton kernels if they sum squares correctly on the current GPU, otherwise None."""
-    if not torch.cuda.is_available():
-        return None
+_tried: dict[torch.device, Triton | None] = {}
+
+
+def _on_gpu(device: torch.device) -> Triton | None:
+    """Return the Triton kernels if they work on ``device``, otherwise None. A log message names the reason once."""
+    if device not in _tried:
+        if not torch.cuda.is_available() or is_captured():
+            return None
+        sample = torch.full((5,), 3.0, device=device)
+        if type(sample) is not torch.Tensor:  # torch's FakeTensorMode: nothing runs on the GPU
+            return None
+        mode = torch.cuda.get_sync_debug_mode()
+        if mode:
+            torch.cuda.set_sync_debug_mode(0)  # the test reads its result from the GPU
+        try:
+            _tried[device] = _working_on(device, sample)
+        finally:
+            if mode:
+                torch.cuda.set_sync_debug_mode(mode)
+    return _tried[device]
+
+
+def _working_on(device: torch.device, sample: torch.Tensor) -> Triton | None:
+    """Return the Triton kernels if they sum the squares of ``sample`` correctly, otherwise None."""
     log = logging.getLogger("meshstep")
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < OLDEST:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
         log.info(
             "GPU kernels: torch's (Triton kernels need an NVIDIA GPU of compute capability %d.%d or higher)", *OLDEST
         )
         return None
     try:
-        powers = _loaded().powers([torch.full((5,), 3.0, device="cuda")], 2.0)
+        kernels = _loaded()
+        if not kernels.runs_on(device):
+            log.info("GPU kernels: torch's (TRITON_INTERPRET=1 is set, and Triton's interpreter runs on the CPU)")
+            return None
+        powers = kernels.powers([sample], 2.0)
         problem = "" if powers is not None and powers.tolist() == [45.0] else "a sum of squares was wrong"
     except ImportError as error:
         log.info("GPU kernels: torch's (triton can't be imported: %s)", error)
@@ -165,7 +178,7 @@ def _usable() -> Triton | None:
     if problem:
         log.warning("GPU kernels: torch's, because Triton kernels can't be used here (%s)", problem)
         return None
-    return _loaded()
+    return kernels
 
 
 @cache

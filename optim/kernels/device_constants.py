@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ class Constants:
 
 T = TypeVar("T")
 TABLES_KEPT = 64
-RESERVE = 64  # pinned memory for captures, in units of the largest table; a captured step has up to 13 tables
+CAPTURES = 4  # number of captured steps for whose tables pinned memory is reserved
 DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 
@@ -108,7 +109,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
-        self._largest = 0  # number of elements of the largest table so far
+        self._needed = 0  # number of elements of the kept tables on GPUs: at least those of one step
         self._for_graphs: Tensor | None = None  # pinned int64 elements for future captures
         self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 
@@ -118,7 +119,8 @@ class Tables:
         Host synchronization: none.
         """
         key = (values.typecode, values.tobytes(), device, _stream(device))
-        return self._one(key, lambda: self._brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]), device))
+        dtype = DTYPES[values.typecode]
+        return self._one(key, device, lambda: self._brought(torch.frombuffer(values, dtype=dtype), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
         """Return the division of tensors into chunks of ``size`` elements.
@@ -130,23 +132,27 @@ class Tables:
         Host synchronization: none.
         """
         key = (size, numels.tobytes(), device, _stream(device))
-        return self._one(key, lambda: self._cut(numels, size, device))
+        return self._one(key, device, lambda: self._cut(numels, size, device))
 
-    def _one(self, key: Hashable, make: Callable[[], T]) -> T:
+    def _one(self, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         if is_captured():
             return make()
-        if self._largest and (self._for_graphs is None or len(self._for_graphs) < RESERVE * self._largest):
-            self._for_graphs = torch.empty(
-                2 * RESERVE * self._largest, dtype=torch.int64, device="cpu", pin_memory=True
-            )
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
             self._kept[key] = make()
             if len(self._kept) > TABLES_KEPT:
                 self._kept.popitem(last=False)
+            self._needed = sum(map(_numel, self._kept.values()))
+        if device.type == "cuda" and (self._for_graphs is None or len(self._for_graphs) < self._needed):
+            self._reserve()
         found: T = self._kept[key]
         return found
+
+    def _reserve(self) -> None:
+        """Allocate pinned memory for the tables of `CAPTURES` captured steps."""
+        with suppress(RuntimeError):  # too little pinned memory: a capture raises an error
+            self._for_graphs = torch.empty(CAPTURES * self._needed, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _cut(self, numels: array[int], size: int, device: torch.device) -> Chunks:
         lengths = torch.frombuffer(numels, dtype=torch.int64)
@@ -166,7 +172,6 @@ class Tables:
             return table.clone()
         if is_captured():
             return self._pinned_for_a_graph(table).to(device, non_blocking=True)
-        self._largest = max(self._largest, table.numel())
         return table.pin_memory().to(device, non_blocking=True)
 
     def _pinned_for_a_graph(self, table: Tensor) -> Tensor:
@@ -182,6 +187,11 @@ class Tables:
         pinned.copy_(table)
         self._in_graphs.append(pinned)
         return pinned
+
+
+def _numel(kept: Tensor | Chunks) -> int:
+    tables = (kept,) if isinstance(kept, Tensor) else (kept.numels, kept.chunks, kept.first)
+    return sum(table.numel() for table in tables)
 
 
 def _stream(device: torch.device) -> int:

@@ -459,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.no_triton:
         os.environ[VARIABLE] = "torch"
-    triton = device.type == "cuda" and kernels_on_gpu() == "triton"
+    triton = device.type == "cuda" and kernels_on_gpu(torch.device("cuda", torch.cuda.current_device())) == "triton"
 
     def show(title: str, ways: Ways, shapes: list[tuple[int, ...]], rounds: int) -> None:
         numel = sum(torch.Size(shape).numel() for shape in shapes)

@@ -706,7 +706,7 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
 
 
 def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
-    """Return an advice for the unknown argument ``name``: the argument to write instead, or all known arguments.
+    """Return advice for the unknown argument ``name``: the argument to write instead, or all known arguments.
 
     Args:
         name: The unknown argument.

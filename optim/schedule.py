@@ -491,8 +491,8 @@ class WarmupLR(LRScheduler):
         self._step_count = state_dict["_step_count"]
         if self.last_epoch >= 0:  # else this schedule is in a `SequentialLR` that had not started it
             same_formula = state_dict.get("formula") == self.get_lr()
-            # Saved rates that equal this schedule's initial rates are not taken for rates of another schedule: the
-            # constructor of a schedule writes its initial rates.
+            # Saved rates that differ from this schedule's formula were set by another schedule of a `SequentialLR`, and
+            # are kept. Exception: the initial rates, because the constructor of any schedule writes initial rates.
             others = same_formula and state_dict["rates"] != self._rates_after(0)
             self._write_rates(state_dict["rates"] if others else None)
 

@@ -350,7 +350,7 @@ class ShardedDataLoader(DataLoader[T]):
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(
-                f"{dict(state_dict)} is not a state of this loader, because {', '.join(missing)} is missing; give the "
+                f"{dict(state_dict)} is not a state of this loader, because it lacks {', '.join(missing)}; give the "
                 "result of its state_dict()"
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
@@ -419,7 +419,7 @@ class SeededDataset(Dataset[T]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "wrapped":  # pickle looks up attributes before `wrapped` is set
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.wrapped, name)
 
 

@@ -468,6 +468,8 @@ class _Run(NamedTuple):
     ) -> tuple[dict[str, Any], OptimizerState | None]:
         """Return the content of the file ``shared.pt``, and the contents of the optimizer's current state dict.
 
+        The second value is None if only the model is loaded, without an optimizer.
+
         Raises:
             ValueError: The optimizer or the schedule is of another class than the saved one, or the content is damaged.
             OSError: The file can't be read.

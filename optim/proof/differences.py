@@ -313,8 +313,8 @@ class Digits:
 
     relative: float  # allowed relative error of a derivative
     noise: float  # relative rounding error that every loss may have
-    smallest: float  # a tenth of the smallest value of the first step size (a step size is a factor on the direction)
-    largest: float  # largest value of the first step size
+    smallest: float  # the first step size (a factor on the direction) is at least 10 times this
+    largest: float  # the first step size is at most this
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:

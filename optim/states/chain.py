@@ -235,7 +235,9 @@ class StatePlacement(ABC):
     cut_over="sharded_over",
 )
 class ParamTransform:
-    """Base class of parameter transforms. It replaces no tensor. Subclasses override the methods that they need.
+    """Base class of parameter transforms, which replace tensors in an optimizer's param groups, such as by master weights.
+
+    The base class itself replaces no tensor. Subclasses override the methods that they need.
 
         class CountUpdates(ParamTransform):
             updates = 0

@@ -33,10 +33,10 @@ from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
 
-# A split weight is a bfloat16 weight with an int16 remainder. They are the upper and lower 16 bits of its float32
-# master. The weight is not replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main
-# gradient, and its optimizer state is float32. The update computes the master from weight and remainder, in registers
-# or bucket by bucket (`SplitWeights`).
+# A split weight is a bfloat16 weight with an int16 remainder. Together they store all bits of its float32 master: weight
+# bits x 2^16 + remainder (see `split_master`). The weight is not replaced: the param groups hold the bfloat16 weight, its
+# gradient is the float32 main gradient, and its optimizer state is float32. The update computes the master from weight
+# and remainder, in registers or bucket by bucket (`SplitWeights`).
 
 MANY_WRITES = 3
 """`SplitMasters` warns if other code wrote weights before each of this number of consecutive steps."""

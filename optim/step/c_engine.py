@@ -104,7 +104,7 @@ GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
-"""A dict from bfloat16 weights to int16 remainders: the upper and lower 16 bits of float32 master weights."""
+"""A dict from bfloat16 weights to int16 remainders. `join_master` returns the float32 master weight of such a pair."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
 """The rows of an optimizer's earlier steps, by (index of the param group, device)."""
 
@@ -389,11 +389,11 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 
 
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
-    """Return True if the loops or Triton kernels support the optimizer.
+    """Return True if the C loops or the Triton kernels can step the optimizer.
 
     The optimizer must be of a class in `SUPPORTED_OPTIMIZERS`, with ``fused=True`` and without ``differentiable``. It
-    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)`` must be True for all tensors in
-    its param groups.
+    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)`` must be True for every
+    hyper-parameter that is a tensor, such as ``lr``.
 
     Args:
         optimizer: The optimizer.
@@ -521,7 +521,7 @@ def _rows(
     params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
     for param in all_params:
         if param.grad is None and param not in state:
-            without_grad.append(param)  # a gradient invalidates the cached rows
+            without_grad.append(param)  # if one of them gets a gradient, the cached rows are no longer valid
         elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:

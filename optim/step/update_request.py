@@ -1,6 +1,6 @@
 """The inputs of one update (`UpdateRequest`), which a step passes through parameter transforms to the update engine.
 
-A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of a float32 master weight.
+A split weight is a bfloat16 weight with an int16 remainder. Together they store a float32 master weight (`split_master`).
 `SplitWeights` joins them, steps the master weight, and splits it again.
 """
 
@@ -145,7 +145,8 @@ class SplitWeights:
         for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):
             if weight in self.remainders and weight.grad is not None:
                 is_full = numel > 0 and numel + weight.numel() > BUCKET_NUMEL
-                if is_full or device not in (None, weight.device):  # an empty weight may have another device, too
+                # The devices are compared even if `numel` is 0, because the bucket may hold only empty weights.
+                if is_full or device not in (None, weight.device):
                     buckets.append([[] for _ in whole])
                     numel = 0
                 buckets[-1][index].append(weight)

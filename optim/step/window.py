@@ -632,8 +632,8 @@ class Window:
             )
 
 
-# The vote of a rank that has scaled a loss. A rank with only unscaled gradients votes -1. This vote exceeds the number of
-# ranks, so the sum of votes is > 0 if any rank has scaled a loss.
+# The vote of a rank that has scaled a loss. It exceeds the number of ranks, and a rank with only unscaled gradients votes
+# -1. So the sum of the votes is > 0 if any rank has scaled a loss.
 _SCALED = 2.0**30
 
 

@@ -145,7 +145,10 @@ class FactoredOptimizer(WholeOptimizer):
     def add_row_and_column_sums(
         self, found: Mapping[int, list[Tensor]], positions: Sequence[int], stack: Tensor, square: bool
     ) -> None:
-        """Append the results of `WholeTensors.local_stack_sums` per row, then per column, to the list of each position."""
+        """Append this rank's sums per row, and then per column, of each tensor of a stack to ``found[position]``.
+
+        If ``square`` is True, they are sums of squares. The other arguments are those of `WholeTensors.local_stack_sums`.
+        """
         dims = len(self.tensors.tensors[positions[0]].shape)
         for dim in (dims - 1, dims - 2):
             for position, part in zip(
@@ -298,8 +301,8 @@ class Adafactor(FactoredOptimizer):
 
     Collectives: per step, two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the unscaled gradients, and about 300 MB or two more tensors of the size of the largest
-        parameter.
+    Memory: on a GPU, in a step, the unscaled gradients, and about 300 MB, or two tensors of the size of the largest
+        parameter if that is more.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
@@ -491,8 +494,8 @@ class CAME(FactoredOptimizer):
 
     Collectives: per step, at most two all-reduces per distinct set of ranks that step shards of a sharded tensor.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, the unscaled gradients, and about 700 MB or five more tensors of the size of the largest
-        parameter.
+    Memory: on a GPU, in a step, the unscaled gradients, and about 700 MB, or five tensors of the size of the largest
+        parameter if that is more.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset(

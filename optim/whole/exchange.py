@@ -62,7 +62,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of a full tensor whose result is computed on one rank, the owner rank.
+    """A part of a full tensor for which one rank, its owner rank, computes the result, such as the update.
 
     The part is an expert of a stack, a block of a fused weight, an attention head, or the entire tensor.
 

@@ -298,7 +298,7 @@ class StableAdamW(WholeOptimizer):
 
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
-    Memory: on a GPU, in a step, about 400 MB or three more tensors of the size of the largest parameter.
+    Memory: on a GPU, in a step, about 400 MB, or three tensors of the size of the largest parameter if that is more.
     """
 
     divides_gradients = True

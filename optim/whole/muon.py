@@ -415,8 +415,8 @@ class Muon(WholeOptimizer):
         own, *rest = sorted(self._sorted(group), key=lambda part: -len(part["params"]))
         if any(part["params"] for part in rest):
             raise ValueError(
-                "the param group contains matrices and other parameters; add two groups, or set 'algorithm' in the group "
-                "to 'muon' or 'adamw'"
+                "Muon would step some parameters of the param group, and AdamW others (with fewer than two dims, or a name "
+                "that matches adamw_names); add two groups, or set 'algorithm' in the group to 'muon' or 'adamw'"
             )
         super().add_param_group({**self._adamw, **own} if own["algorithm"] == "adamw" else own)
 

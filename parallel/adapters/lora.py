@@ -60,8 +60,8 @@ class LoRA(AroundBase):
             base layer's attribute ``sequence_parallel``, or of ``reduce_scatter_embeddings`` of Megatron's embeddings;
             False without these attributes. Default: None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
-        generator: Random generator for A, in the same state on all ranks, or one per rank along ``expert_axes``. None:
-            torch's default generator.
+        generator: Random generator for the factor that is not zero at first: A, or B on an embedding. It must have the
+            same state on all ranks, except along ``expert_axes``. None: torch's default generator. Default: None.
         dtype: Dtype of the factors. None: the dtype of the base layer's weight.
         name: Name of the layer, for errors. Default: "the base layer".
 

@@ -170,7 +170,14 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 
 
 def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
-    """Return the `_View` of this rank. If a mesh has no dim names, its dims are named dim_0, dim_1, ..."""
+    """Return the mesh dims, averaged ranks and layouts of this rank's ``params``, as a `_View`.
+
+    If a mesh has no dim names, its dims are named dim_0, dim_1, ...
+
+    Args:
+        params: The model's parameters on this rank.
+        averaging: The meshes over which `fully_shard` averages gradients.
+    """
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)
     dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes, need_names=False))

@@ -47,6 +47,7 @@ Axes = tuple[str, ...]
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
 _EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
+_FIELDS: Mapping[str, str] = {**_DENSE, **_EXPERT, **_EMBEDDING}
 _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data", "tensor": "model"}
 
 
@@ -76,7 +77,7 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
     ranks = {name: _ranks(group) for name, group in found.items()}
     topologies = gathered(lambda: topology_of(ranks, dist.get_world_size()))
     registry = ProcessGroupRegistry(topologies[dist.get_rank()])
-    on_all_ranks(lambda: [axes_of(_ranks(group), registry, name) for name, group in found.items()], registry)
+    on_all_ranks(lambda: [axes_of(_ranks(group), registry, _FIELDS[name]) for name, group in found.items()], registry)
     registry.adopt(*found.values())
     return registry
 
@@ -128,11 +129,11 @@ class Rules:
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
-        named = _groups_of(groups, {**_DENSE, **_EXPERT, **_EMBEDDING})
+        named = _groups_of(groups, _FIELDS)
         embedding = named.pop("embedding", None)
         self._topology = registry.topology
         self._axes: dict[str, Axes] = {"context": ()}
-        self._axes |= {name: axes_of(_ranks(group), registry, name) for name, group in named.items()}
+        self._axes |= {name: axes_of(_ranks(group), registry, _FIELDS[name]) for name, group in named.items()}
         self._stages = self._stages_of(embedding)
         self._reduced = any(hasattr(module, "finish_grad_sync") for module in model.modules())
         self._experts = {
@@ -223,8 +224,9 @@ class Rules:
 
     def _axes_of(self, group: str, name: str) -> Axes:
         if group not in self._axes:
-            field = {**_DENSE, **_EXPERT}[group]
-            raise ValueError(f"the layout of {name} needs the group {field}, which is missing in groups=; pass it too")
+            raise ValueError(
+                f"the layout of {name} needs the group {_FIELDS[group]}, which is missing in groups=; pass it too"
+            )
         return self._axes[group]
 
     def _is_model(self, axis: str) -> bool:
@@ -283,12 +285,13 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         ValueError: The ranks of a group are not evenly spaced; sizes or strides do not divide each other, so no common axes
             exist; or no group of dense parameters connects some ranks.
     """
-    strides = {name: _strides_of(name, ranks) for name, ranks in groups.items() if len(ranks) > 1}
+    strides = {name: _strides_of(_FIELDS[name], ranks) for name, ranks in groups.items() if len(ranks) > 1}
+    by_field = {_FIELDS[name]: ranks for name, ranks in groups.items()}
     ends = sorted({1, world_size, *(end for pair in strides.values() for end in pair)})
     for low, high in pairwise(ends):
         if high % low:
             raise ValueError(
-                f"the groups of ranks {dict(groups)} have sizes or strides {low} and {high}, of which {low} doesn't divide "
+                f"the groups of ranks {by_field} have sizes or strides {low} and {high}, of which {low} doesn't divide "
                 f"{high}, so no mesh contains all groups; initialise Megatron with sizes that divide each other"
             )
     axes: dict[str, int] = {}
@@ -299,8 +302,8 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         )
         if dense is None:
             raise ValueError(
-                f"none of the groups {', '.join(_DENSE)} connects ranks at a distance of {low}; the groups are "
-                f"{dict(groups)}; pass the missing group"
+                f"none of the groups {', '.join(_DENSE.values())} connects ranks at a distance of {low}; the groups are "
+                f"{by_field}; pass the missing group"
             )
         start, stop = strides[dense]
         inner = [end for end in ends if start < end < stop]

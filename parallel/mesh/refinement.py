@@ -169,8 +169,8 @@ def refined(
                 names[number] = name_of(ranks)
                 continue
             raise ValueError(
-                f"no dim of these meshes has the group of ranks {ranks}, so this axis has no name; pass another mesh, "
-                "of which one dim consists of these ranks"
+                f"an axis must connect the ranks {ranks}, but no dim of the meshes connects them, so the axis has no name; "
+                "also pass a mesh that has a dim of exactly these ranks"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}

@@ -293,8 +293,9 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     found = [tuple(sorted(set(coordinates))) for coordinates in zip(*wanted, strict=True)]
     if prod(map(len, found)) != len(wanted):
         raise ValueError(
-            f"coordinates {sorted(index % size for index in where)} are not a product of coordinates of the axes "
-            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())}; name these axes instead of their alias"
+            f"coordinates {sorted(index % size for index in where)} of the alias for "
+            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} are not all combinations of some coordinates of "
+            "each axis, and no other set can be given; change the coordinates, or give the coordinates of each axis"
         )
     return list(zip(sizes, found, strict=True))
 
@@ -664,8 +665,8 @@ class Topology(ByRole):
         missing = [axis for axis in self.axes if axis not in by_axis]
         if missing:
             raise ValueError(
-                f"rank() needs a coordinate for every axis; {_join_names(missing)} is missing. "
-                "Use filter() for all ranks that match some axes"
+                f"rank() needs a coordinate for every axis; {_join_names(missing)} {'is' if len(missing) == 1 else 'are'} "
+                "missing. Use filter() for all ranks that match some axes"
             )
         return self._offset(by_axis)
 

@@ -241,11 +241,12 @@ def check_scalar(value: object, name: str, write: str = "a number") -> None:
     Host synchronization: none.
     """
     if isinstance(value, Tensor):
-        is_number, shown = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}"
+        is_number, shown, kind = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}", "tensor with dims"
     else:
         is_number, shown = isinstance(value, Real) and not isinstance(value, bool), repr(value)
+        kind = type(value).__name__
     if not is_number:
-        raise TypeError(f"{name}={shown}: give {write}, not a {type(value).__name__}")
+        raise TypeError(f"{name}={shown}: give {write}, not a {kind}")
 
 
 def is_whole(value: object, least: int) -> bool:

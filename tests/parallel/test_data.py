@@ -402,7 +402,7 @@ def test_loader_rejects_bad_arguments() -> None:
         prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
     with pytest.raises(ValueError, match="epoch 1, position 20 is out of range for an epoch of 20 samples"):
         one_process().load_state_dict({**one_process().state_dict(), "epoch": 1, "position": 20})
-    with pytest.raises(ValueError, match="is not a state of this loader, because samples, seed, shuffle is missing"):
+    with pytest.raises(ValueError, match="is not a state of this loader, because it lacks samples, seed, shuffle"):
         one_process().load_state_dict({"epoch": 1, "position": 7})
 
 

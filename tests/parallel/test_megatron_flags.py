@@ -49,8 +49,12 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
             6,
             "sizes or strides 2 and 3, of which 2 doesn't divide 3",
         ),
-        ({"tensor": (0, 1, 3)}, 4, "tensor has ranks [0, 1, 3], which aren't evenly spaced"),
-        ({"tensor": (0, 1)}, 4, "none of the groups pipe, data, context, tensor connects ranks at a distance of 2"),
+        ({"tensor": (0, 1, 3)}, 4, "tp has ranks [0, 1, 3], which aren't evenly spaced"),
+        (
+            {"tensor": (0, 1)},
+            4,
+            "none of the groups pp, dp, cp, tp connects ranks at a distance of 2; the groups are {'tp': (0, 1)}",
+        ),
     ],
 )
 def test_topology_of_raises_for_groups_that_form_no_axes(

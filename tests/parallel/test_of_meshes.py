@@ -78,7 +78,7 @@ def test_axes_are_the_common_refinement_of_all_meshes(world_size: int, grids: Gr
         # The first group is valid.
         (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' are not .* and stride 1 begins at rank 3"),
         (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
-        (8, {("a", "b"): row_major(2, 2)}, r"no dim of these meshes has the group of ranks \(0, 4\)"),
+        (8, {("a", "b"): row_major(2, 2)}, r"an axis must connect the ranks \(0, 4\), but no dim"),
         (
             4,
             {("dp", "tp"): row_major(2, 2), ("tp", "x"): row_major(2, 2)},

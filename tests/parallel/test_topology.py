@@ -145,7 +145,7 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: BIG.coordinate(2**20), "rank 1048576 .*0..1048575"),
         (lambda: BIG.peers(-1, "row"), "rank -1"),
         (lambda: BIG.coordinate_of(2**20, "row"), "rank 1048576"),
-        (lambda: BIG.rank(pipe=0, row=1), "data, col is missing"),
+        (lambda: BIG.rank(pipe=0, row=1), "data, col are missing"),
         (lambda: BIG.rank(pipe=0, data=0, row=16, col=0), "row=16 .* from 0 to 15"),
         (lambda: BIG.filter(col=-1), "col=-1"),
         (lambda: BIG.filter(cool=1), "did you mean 'col'"),

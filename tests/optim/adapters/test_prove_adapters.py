@@ -98,7 +98,7 @@ def test_stop_gradient_repeats_values_of_first_forward_only_in_a_proof() -> None
     assert not norm.requires_grad
 
 
-def test_stop_gradient_in_changing_order_is_an_error() -> None:
+def test_prove_rejects_forward_with_more_stop_gradient_calls_than_first() -> None:
     registry = ProcessGroupRegistry(Topology())
     counts = iter([1, *[2] * 100])
     with pytest.raises(ValueError, match="called stop_gradient more often than the first forward, 1 times"):

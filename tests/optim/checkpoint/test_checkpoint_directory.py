@@ -215,7 +215,7 @@ def test_newest_checkpoint_retries_when_listed_checkpoint_is_replaced(
     assert found.name == "meshstep-00000002"
 
 
-def test_loading_raises_after_ten_replacements_and_suggests_keep(
+def test_loading_suggests_keep_if_checkpoint_is_replaced_ten_times_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = model_of(), model_of()

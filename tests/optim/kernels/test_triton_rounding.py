@@ -176,7 +176,7 @@ def moved_by_one() -> None:
     assert torch.equal(bits(target), bits(round_plainly(source, noise_of(drawn.noise.key, 0, 0, 5000))))
 
 
-def test_triton_rounding_supports_tensors_at_odd_addresses(pool: Interpreted) -> None:
+def test_triton_rounding_supports_tensors_at_unaligned_addresses(pool: Interpreted) -> None:
     pool(moved_by_one)
 
 

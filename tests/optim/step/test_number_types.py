@@ -29,7 +29,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"max_norm": "1.0"}, TypeError, f"max_norm='1.0': {NUMBER}str"),
     "bool": ({"max_norm": True}, TypeError, f"max_norm=True: {NUMBER}bool"),
     "list": ({"max_norm": [1.0]}, TypeError, f"max_norm=[1.0]: {NUMBER}list"),
-    "tensor with dims": ({"max_norm": torch.ones(2)}, TypeError, "max_norm=a tensor of shape (2,): give a number"),
+    "tensor with dims": (
+        {"max_norm": torch.ones(2)},
+        TypeError,
+        f"max_norm=a tensor of shape (2,): {NUMBER}tensor with dims",
+    ),
     "NaN": ({"max_norm": float("nan")}, ValueError, "max_norm=nan: give a finite number > 0"),
     "negative": ({"max_norm": -1}, ValueError, "max_norm=-1.0: give a finite number > 0"),
     "rule": ({"max_norm": PerParameter("1")}, TypeError, f"max_norm='1': {NUMBER}str"),  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fake_cuda import Log, fake_cuda
 from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, Muon, ParallelOptimizer, Sharded, StableAdamW
+from meshstep.optim.step import torch_engine
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.shard import Region
@@ -119,3 +120,10 @@ class Reads(Muon):
 def test_host_synchronization_in_full_tensor_optimizer_is_detected() -> None:
     with pytest.raises(DataDependentOutputException):
         steps(Reads, {}, torch.float32)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_operators_of_full_tensor_optimizers_pass_through_no_dispatch_mode(name: str) -> None:
+    """The mode that counts fused steps would cost the host more time per operator than the operator itself."""
+    with mock.patch.object(torch_engine, "FusedStepCountMode", side_effect=AssertionError("a mode was entered")):
+        assert steps(OPTIMIZERS[name], {}, torch.float32)[-1].launches

@@ -45,7 +45,15 @@ from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of, frozen_without_spec
 from .norm.plan_agreement import Summary, agree
 from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
-from .states.chain import GivenParam, LocalTensors, PlacementContext, Position, StatePlacement, TransformChain
+from .states.chain import (
+    GivenParam,
+    LocalTensors,
+    PlacementContext,
+    Position,
+    StatePlacement,
+    TransformChain,
+    params_of,
+)
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_transform
@@ -222,7 +230,7 @@ class Setup:
             "commit": None if self.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer.param_groups)
         if gpu := next((param.device for param in params if param.is_cuda), None):
             said["kernels on GPUs (use_kernels or MESHSTEP_KERNELS)"] = kernels_on_gpu(gpu)
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]

@@ -84,21 +84,18 @@ class Phase:
         return Counter(re.findall(r"(?m)::\S.* (PASSED|FAILED|ERROR|SKIPPED)\b", self.text))
 
 
-def tests(name: str, limit: float, files: Sequence[str], device: str, more: Sequence[str], **environment: str) -> Phase:
-    chosen = [f"test_gpu_{file}.py" for file in files]
-    options = ["-m", device, "-v", "--tb=short", "-rfE", "--durations=6", *more]
-    # Triton's kernels run on a CPU in Triton's interpreter.
-    interpreted = {"TRITON_INTERPRET": "1"} if device == "cpu" and "triton" in files else {}
-    return Phase(name, ["-m", "tests.gpu", *chosen, *options], limit, {**environment, **interpreted})
-
-
 def stages(device: str, more: Sequence[str], gpus: int) -> list[list[Phase]]:
     """Return the phases. Those of one stage run at the same time; the benchmark runs alone."""
     on_cpu = device == "cpu"
     benchmark = Phase("speed", ["tests/benchmarks/gpu.py", *(["--device", "cpu", "--quick"] if on_cpu else [])], 170.0)
 
     def phase(name: str, *files: str, **environment: str) -> Phase:
-        return tests(name, 240.0, files, device, more, OMP_NUM_THREADS="4", **environment)
+        chosen = [f"test_gpu_{file}.py" for file in files]
+        options = ["-m", device, "-v", "--tb=short", "-rfE", "--durations=6", *more]
+        # Triton's kernels run on a CPU in Triton's interpreter.
+        interpreted = {"TRITON_INTERPRET": "1"} if on_cpu and "triton" in files else {}
+        environment = {"OMP_NUM_THREADS": "4", **environment, **interpreted}
+        return Phase(name, ["-m", "tests.gpu", *chosen, *options], 240.0, environment)
 
     found = [
         [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Bucket = Sequence[list[Tensor]]
 """The parameters of one bucket: one list per param group of the optimizer."""
 
@@ -17,6 +18,20 @@ holders: list[torch.optim.Optimizer] = []
 
 Code that caches parameters by param group must not cache these param groups, because they are temporary.
 """
+
+
+def split_runs(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in lists of at most ``most`` elements, or of one larger item. ``numel`` counts an item's elements."""
+    run, held = list[T](), 0
+    for item in items:
+        size = numel(item)
+        if run and held + size > most:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size
+    if run:
+        yield run
 
 
 def step_by_bucket(

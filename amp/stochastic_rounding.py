@@ -23,7 +23,7 @@ from ..parallel.interop.local_parameters import spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.value_checks import check_count, fields, wrong
-from .by_bucket import Bucket, step_by_bucket
+from .by_bucket import Bucket, split_runs, step_by_bucket
 from .casting import copy_each_, float32_of
 from .master_weights import is_half_kept, load_shared_numbers_exactly
 
@@ -146,25 +146,12 @@ def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: Rounding
         for target, source in drawn.pairs:
             stochastic_round_(target, source.float(), generator)
     for (device, rounds), group in groups.items():
-        for run in _split_runs(group, min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once):
+        most = min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once
+        for run in split_runs(group, lambda drawn: drawn.pairs[0][0].numel(), most):
             noise = _draw_noise([drawn.pairs[0][1] for drawn in run], rounds, map(seeded, run))
             for index, round_noise in enumerate(noise):
                 targets, sources = zip(*(drawn.pairs[index] for drawn in run), strict=True)
                 _round_each_(targets, [source.float() for source in sources], round_noise)
-
-
-def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Drawn]]:
-    run: list[Drawn] = []
-    numel = 0
-    for drawn in group:
-        size = drawn.pairs[0][0].numel()
-        if run and numel + size > numel_at_once:
-            yield run
-            run, numel = [], 0
-        run.append(drawn)
-        numel += size
-    if run:
-        yield run
 
 
 def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:

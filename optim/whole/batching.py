@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from ...amp.by_bucket import split_runs
 from ...amp.casting import copy_each_
 
 if TYPE_CHECKING:
@@ -51,16 +52,8 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def chunks(items: Sequence[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists of at most `CHUNK` elements, or of one larger item. ``numel`` counts an item's elements."""
-    chunk, held = list[T](), 0
-    for item in items:
-        if chunk and held + numel(item) > CHUNK:
-            yield chunk
-            chunk, held = [], 0
-        chunk.append(item)
-        held += numel(item)
-    if chunk:
-        yield chunk
+    """Return `split_runs` with lists of at most `CHUNK` elements."""
+    return split_runs(items, numel, CHUNK)
 
 
 class PackedTensors:

@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 
 from ..norm.powers import powers_by_torch
 from .batching import LazyTensors, PackedTensors, chunks, grouped
-from .optimizer import LATE, Slot, Update, WholeOptimizer, adam_directions, moments
+from .optimizer import Slot, Update, WholeOptimizer, adam_directions, late_steps, moments
 
 
 class LAMB(WholeOptimizer):
@@ -125,7 +125,7 @@ class LAMB(WholeOptimizer):
         """Update the moments in place, and return the update direction of each slot."""
         group, counts = chunk[0].group, [slot.state["step"] for slot in chunk]
         if not group["bias_correction"]:
-            counts = list(torch.full_like(counts[0], LATE).expand(len(chunk)).clone().unbind())
+            counts = late_steps(chunk)
         directions = adam_directions(chunk, counts, getattr(self, "found_inf", None))
         if decay := group["weight_decay"]:
             torch._foreach_add_(directions.tensors, [slot.param for slot in chunk], alpha=decay)

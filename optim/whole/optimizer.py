@@ -546,6 +546,11 @@ LATE = 1e9
 """A step count at which Adam's bias corrections 1 - b^t are 1, unless b > 1 - 1e-7."""
 
 
+def late_steps(slots: Sequence[Slot]) -> list[Tensor]:
+    """Return one new step count `LATE` per slot, with the dtype and device of the first slot's step count."""
+    return list(torch.full_like(slots[0].state["step"], LATE).expand(len(slots)).clone().unbind())
+
+
 def adamw_update(slot: Slot) -> Update:
     """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged.
 

@@ -46,7 +46,7 @@ from ...parallel.layout.shard import Shape
 from . import batching
 from .batching import chunks, grouped
 from .exchange import Matrix, each
-from .optimizer import LATE, HomeOptimizer, Slot, Update, fused_adamw, moments, named
+from .optimizer import HomeOptimizer, Slot, Update, fused_adamw, late_steps, moments, named
 from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ class SOAP(PreconditionedOptimizer):
                 if is_matrix:
                     self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
                 else:  # the rate has the bias correction
-                    counts = torch.full_like(alike[0].state["step"], LATE).expand(len(alike)).clone().unbind()
+                    counts = late_steps(alike)
                     fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
             yield from (Update(slot, slot.param, {}) for slot in alike)
 

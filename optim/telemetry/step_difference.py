@@ -142,6 +142,8 @@ def _known(dtype: str) -> str:
 
 def _cause_of_weights(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "weight", names)
+    if (found := _non_finite(pair, report, WEIGHT)) is not None:
+        return found
     if not pair.accepted.is_first:
         for which, run, _ in pair.sides:
             name = next((name for name in names if run.differing_axes(name, "weight")), None)
@@ -191,6 +193,17 @@ def _seed(pair: StepPair, report: _Report) -> Difference:
     return report("seed", f"{text}: another seed, or another order of drawing", axis=axis)
 
 
+def _non_finite(pair: StepPair, report: _Report, quantity: int) -> Difference | None:
+    """Return the difference if a tensor has NaN or infinite elements in one run only."""
+    for name in report.names:
+        a, b = pair.both(name, quantity)
+        if a.is_finite != b.is_finite:
+            run = "A" if b.is_finite else "B"
+            text = f"only in run {run}, the {report.quantity} has elements that are NaN or infinite"
+            return report("non-finite", text, parameter=name)
+    return None
+
+
 def _permuted(pair: StepPair, names: Sequence[str], quantity: int) -> Difference | None:
     """Return the difference if a tensor has the same norm in both runs, but other elements."""
     for name in names:
@@ -230,11 +243,8 @@ def _gradients(pair: StepPair) -> Difference | None:
 
 def _cause_of_gradients(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "gradient", names)
-    for name in names:
-        a, b = pair.both(name, GRADIENT)
-        if a.is_finite != b.is_finite:
-            text = f"only in run {'A' if b.is_finite else 'B'}, the gradient has elements that are NaN or infinite"
-            return report("non-finite", text, parameter=name)
+    if (found := _non_finite(pair, report, GRADIENT)) is not None:
+        return found
     batches = pair.a.line["batch"], pair.b.line["batch"]
     if None not in batches and batches[0] != batches[1]:
         text = (
@@ -574,6 +584,8 @@ def _updates(pair: StepPair) -> Difference | None:
 
 def _cause_of_updates(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "update", names)
+    if (found := _non_finite(pair, report, UPDATE)) is not None:
+        return found
     for name in names:
         a, b = pair.both(name, UPDATE)
         if 0.0 in (a.norm, b.norm):

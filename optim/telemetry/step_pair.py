@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import inf, prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import Literal, NamedTuple
 
 from .recorder import QUANTITIES
@@ -178,9 +178,12 @@ class StepPair:
         return self.a.figures(name)[quantity], self.b.figures(name)[quantity]
 
     def distance(self, name: str, quantity: int) -> tuple[float, float]:
-        """Return the distance of A and B, and the larger norm."""
+        """Return the distance of A and B, and the larger norm. A non-finite norm counts as 0.
+
+        So an infinite distance, of a tensor that is finite in one run only, exceeds every tolerance times the norm.
+        """
         a, b = self.both(name, quantity)
-        return distance(a, b), max(a.norm, b.norm)
+        return distance(a, b), max(norm if isfinite(norm) else 0.0 for norm in (a.norm, b.norm))
 
     def relative(self, name: str, quantity: int) -> float:
         """Return the distance relative to the larger norm; 0 for two zeros."""

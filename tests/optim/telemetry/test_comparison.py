@@ -83,6 +83,39 @@ def test_comparison_names_nine_of_ten_planted_mistakes() -> None:
     assert len(NOT_NAMED) <= len(PLANTED) / 10
 
 
+def recorded_with(value: float | None, quantity: str, path: Path) -> Path:
+    """Record three steps of a linear layer; before the second one, write ``value`` to its weight or gradient."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = ParallelOptimizer(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), ProcessGroupRegistry(Topology()), check_replicas=False
+    )
+    with Recorder(optimizer, path) as recorder:
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(2, 4)).square().mean())
+            if value is not None and step == 1:
+                written = model.weight if quantity == "weight" else model.weight.grad
+                assert written is not None
+                written.data[0, 0] = value
+            optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("quantity", ["weight", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_non_finite_in_one_run_only_is_found(value: float, quantity: str, tmp_path: Path) -> None:
+    finite = recorded_with(None, quantity, tmp_path / "finite.jsonl")
+    other = recorded_with(value, quantity, tmp_path / "other.jsonl")
+    for runs, which in (((finite, other), "B"), ((other, finite), "A")):
+        difference = compare_runs(*runs).difference
+        assert difference is not None
+        assert (difference.step, difference.quantity, difference.cause) == (2, quantity, "non-finite")
+        assert difference.parameter == "weight"
+        assert f"only in run {which}, the {quantity} has" in difference.text
+    assert compare_runs(other, other).verdict == "equal"
+
+
 # Right trainings ------------------------------------------------------------------------------------------------------
 
 ALONE = Layout()

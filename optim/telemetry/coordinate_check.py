@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import log
+from math import inf, log, nan
 from typing import NamedTuple
 
 import torch
@@ -162,8 +162,8 @@ def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tens
 
 
 def _slope(xs: Sequence[float], values: Sequence[float]) -> float:
-    if min(values) <= 0:
-        return float("nan")
+    if not all(0 < value < inf for value in values):  # False for NaN too
+        return nan
     ys, n = [log(value) for value in values], len(xs)
     mean_x, mean_y = sum(xs) / n, sum(ys) / n
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)

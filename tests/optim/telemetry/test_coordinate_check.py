@@ -92,6 +92,11 @@ def test_coordinate_check_rejects_invalid_arguments() -> None:
         coordinate_check(build, (64, 64), registry)
     with pytest.raises(ValueError, match="matches no module that returned a tensor in every width"):
         coordinate_check(build, (32, 64), registry, layers=("attention.*",))
-    flat = CoordinateCheck((2, 4), {"a": (0.0, 1.0), "b": (1.0, 2.0)})
-    assert math.isnan(flat.slopes()["a"])
-    assert flat.slopes()["b"] == pytest.approx(1)
+
+
+def test_slope_is_nan_if_a_change_is_zero_or_not_finite() -> None:
+    no_slope = [(0.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (math.nan, 0.0)]
+    check = CoordinateCheck((2, 4), {**{str(pair): pair for pair in no_slope}, "b": (1.0, 2.0)})
+    slopes = check.slopes()
+    assert slopes.pop("b") == pytest.approx(1)
+    assert all(map(math.isnan, slopes.values()))

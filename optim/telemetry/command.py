@@ -14,13 +14,16 @@ from .page import add_report_command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
-    If a file can't be read or written, or is not of the expected kind, the code is 2, with a message on stderr. Wrong
-    arguments and ``--help`` raise SystemExit.
+    The code is 0, or 1 if ``compare`` found a difference. It is 2, with a message on stderr, if a file can't be read or
+    written or is not of the expected kind, or if the value of an option is out of range. Unknown options, and values
+    that are no numbers, raise SystemExit with the code 2; ``--help`` raises it with the code 0.
 
     Args:
         arguments: The command line arguments. None (default): ``sys.argv[1:]``.
     """
-    parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m meshstep.optim", description="Plot a training run, or compare two runs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_report_command(commands)
     add_compare_command(commands)

@@ -140,7 +140,12 @@ def add_compare_command(commands: argparse._SubParsersAction[argparse.ArgumentPa
 
 def _tolerance(text: str) -> tuple[str, float]:
     dtype, _, value = text.partition("=")
-    return dtype, float(value)
+    try:
+        return dtype, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no dtype with a number; give one, such as float32=1e-3"
+        ) from None
 
 
 def _print_comparison(options: argparse.Namespace) -> int:

@@ -114,7 +114,10 @@ def coordinate_check(
             changes.setdefault(layer, []).append(change)
     whole = {layer: tuple(values) for layer, values in changes.items() if len(values) == len(ordered)}
     if not whole:
-        raise ValueError(f"layers={layers!r} matches no module that returned a tensor in every width; give other globs")
+        raise ValueError(
+            f"layers={layers!r} matches no module that returned one floating-point tensor at every width; give other "
+            "globs"
+        )
     return CoordinateCheck(tuple(ordered), whole)
 
 

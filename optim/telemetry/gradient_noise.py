@@ -128,13 +128,13 @@ class RunningScale:
         """Load the means from the result of `state_dict`.
 
         Raises:
-            ValueError: ``state`` has no finite means; nothing is changed.
+            ValueError: ``state["means"]`` is missing, or is not a tensor of three finite floats; nothing is changed.
         """
         self.check_state(state)
         self.means = state["means"].to(self.means)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``state`` has no finite means."""
+        """Raise ValueError unless ``state["means"]`` is a tensor of three finite floats."""
         fields({"means": partial(check_finite, shape=self.means.shape)})(state, "noise")
 
 

@@ -1,6 +1,6 @@
 """`Monitor`, which passes a `Report` of a training run to callbacks every few steps.
 
-Losses and counts stay on the device between reports. Only a step with a report needs host synchronization.
+Losses and statistics of steps stay on the device between reports. Only a step with a report needs host synchronization.
 
     with JsonLines("run.jsonl") as lines:
         monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
@@ -213,8 +213,9 @@ class Monitor:
     Every rank creates a monitor and calls it in every step. The callbacks run on global rank 0 only.
 
     Args:
-        registry: The process groups; losses and counts are reduced over all ranks. If each micro-batch is recorded, the
-            reported loss is bitwise equal for any number of data ranks, except on devices without float64.
+        registry: The process groups; losses and counts are reduced over all ranks. If the monitor is called once per
+            micro-batch, the reported loss is bitwise equal for any distribution of the same micro-batches over data
+            ranks, except on devices without float64.
         *callbacks: Each is called with every report, in this order. If a callback has a method ``begin(step)``, this
             method is called before the first report, and again before the first report after `load_state_dict`.
             ``step`` is the step from which the run continues, 0 in a new run. The callback should discard its data of

@@ -273,7 +273,7 @@ WORDS = {
     "spectral_norm": "largest singular value, by power iteration",
     "grad_zeros": "fraction of elements whose gradient is 0",
     "grad_underflow": "fraction of elements below 2⁻¹⁴ in the scaled gradient, including zeros",
-    "noise_scale": "S / |G|²: the largest useful batch size, in the unit of the given number of samples",
+    "noise_scale": "S / |G|²: an estimate of the largest useful batch size",
     "noise_signal": "|G|², estimated",
     "noise_trace": "S, the trace of the covariance of one sample's gradient",
     "flops_utilization": "fraction of the devices' peak",
@@ -375,7 +375,7 @@ def add_report_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
     report.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: the run's path with the suffix .html"
     )
-    report.add_argument("--title", help="default: the file's name")
+    report.add_argument("--title", help="default: the file's name without its suffix")
     report.set_defaults(run_command=write_report)
 
 

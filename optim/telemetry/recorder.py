@@ -4,12 +4,13 @@
         train()
 
 The first line of the file describes the run: its topology, and the layout of every parameter. Such a line is written again
-after a load or an `add_param_group`. Each other line is one recorded step. ``python -m meshstep.optim compare`` compares
-two files, which may come from different layouts.
+after `Recorder.load_state_dict` and after a change of the parameters, such as `add_param_group`. Each other line is one
+recorded step. ``python -m meshstep.optim compare`` compares two files, which may come from different layouts.
 
 A recorded step sums these numbers over all ranks, in one all-reduce:
 
-    per parameter: |w|^2  |g|^2  |dw|^2, three sketches, three hashes | comparisons of replicas | batch | window weights
+    per parameter: |w|^2  |g|^2  |dw|^2, three sketches, three hashes, number of shards whose region is not known
+    also: comparisons of replicas, hash of the batch, weights of the accumulation window
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RecordFile(ReportFile):
 class _RecordPlan:
     """The tensors that a recorder digests, and how the results are summed per parameter.
 
-    Collectives: object all-gathers.
+    Collectives: object all-gathers and one all-reduce; none with one rank.
     """
 
     def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
@@ -128,7 +129,7 @@ class _RecordPlan:
         return self.planned.to_parameters(sketches.mT)
 
     def unknown(self) -> Tensor:
-        """Return the numbers of this rank's shards per parameter whose region is not known, [1, parameters]."""
+        """Return per parameter how many of this rank's shards have an unknown region, [1, parameters]."""
         return self._slots(self._unknown.to(self.planned.device).unsqueeze(0))
 
 
@@ -162,9 +163,9 @@ class Recorder(StepObserver):
     sketch: `BUCKETS` signed sums of elements, from which `compare_runs` estimates distances. It also has the loss scale,
     the options of all param groups, the norm and the clip coefficient, and the axes along which replicas differ.
 
-    The hash of a gradient is that of the mean over micro-batches and data ranks, without the loss scale. With
-    ``backward(weight=...)`` it is that of the sum over micro-batches, averaged over data ranks; norms and sketches are
-    those of the gradient that is applied.
+    Norm and sketch of a gradient are those of the gradient that is applied, before clipping. Its hash is that of the
+    gradient without the loss scale, averaged over data ranks, and with ``accumulation_steps`` over micro-batches. The
+    hashed gradient is not divided by the total weight of ``backward(weight=...)``.
 
     Args:
         optimizer: The optimizer, with any layout, precision and state placement. Its device must support float64.
@@ -215,7 +216,8 @@ class Recorder(StepObserver):
         check_every(self.every, f"every={self.every!r}")
         if accumulation_dtype(self.optimizer.device) != torch.float64:
             raise ValueError(
-                f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a CPU"
+                f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a CPU "
+                "or a CUDA device"
             )
 
     def _plan_anew(self) -> None:
@@ -235,6 +237,9 @@ class Recorder(StepObserver):
 
         Args:
             *tensors: The inputs, and also the targets if you like. The first dim counts the samples.
+
+        Raises:
+            ValueError: The next step is recorded, and no tensor is given.
         """
         if self._is_recorded(self.step + 1) and self._plan.counts_batch:
             found = row_hashes(tensors)
@@ -307,7 +312,7 @@ class Recorder(StepObserver):
             ]
         )
         replicas = torch.zeros(0, dtype=torch.float64, device=device)
-        if plan.check.numel:  # there are axes, along which replicas are compared
+        if plan.check.numel:  # 0 on a mesh without axes
             replicas = plan.check.weighted(torch.stack([weights.hashes, self._hashes], 1))
         batch = torch.zeros(_BATCH, dtype=torch.float64, device=device)
         if self._batch is not None:
@@ -361,7 +366,7 @@ class Recorder(StepObserver):
         stages = place_of(plan.planned.registry).stages
         inverse = inverse_weight(totals[-stages:], pending.averaged, pending.count)
         flat = torch.cat([totals, torch.stack([value.to(totals) for value in [inverse, *scalars]])])
-        numbers = array("d", flat.tolist())  # the only synchronization
+        numbers = array("d", flat.tolist())  # the only synchronization, except for options that are tensors
         tail = list(numbers[len(totals) :])
         divisor, tail = tail[0], tail[1:]
         names = len(plan.names)
@@ -412,6 +417,8 @@ class Recorder(StepObserver):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict`, which may come from another layout.
+
+        A recorded step that is not in the file yet is discarded; call `flush` first to keep it.
 
         Raises:
             ValueError: ``state`` has no valid step; nothing is changed.

@@ -70,7 +70,7 @@ class RecordedStep:
         return self._decoded[name]
 
     def layout(self, name: str) -> Mapping[str, Any]:
-        """Return the description of a parameter."""
+        """Return the recorded description of a parameter: shape, dtypes, param group and layout."""
         found: Mapping[str, Any] = self.run["parameters"][name]
         return found
 

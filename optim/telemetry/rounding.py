@@ -10,7 +10,7 @@ from .recording import Figures, RecordedStep
 
 TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.2}
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8": 2.0**-2}
-FLOOR = 0.01  # gradients below this fraction of the global norm are compared with this fraction of it
+FLOOR = 0.01  # a gradient's distance is relative to its norm, but at least to this fraction of the global norm
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
     """Return r if ``b`` is r times ``a`` within a relative tolerance; None if it is not a multiple.
 
-    If a sketch is not known, r is the ratio of the norms.
+    None also if one of them is zero or not finite. If a sketch is not known, r is the ratio of the norms.
     """
     if not (a.is_finite and b.is_finite and a.norm and b.norm):
         return None

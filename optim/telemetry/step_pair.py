@@ -60,7 +60,7 @@ class Difference:
             print(found.step, found.parameter, found.cause, found.axis)
 
     Args:
-        step: The step; the steps before it have no difference among the steps that both runs recorded.
+        step: Number of the step. In the earlier steps that both runs recorded, they differ by rounding only.
         quantity: "layout", "weight", "gradient", "decision", "option" or "update".
         parameter: The name of the parameter that shows the cause best, or else the parameter with the largest relative
             distance. None: the difference concerns no parameter, such as the clip coefficient.
@@ -191,7 +191,10 @@ class StepPair:
         return found / size if found and size else (inf if found else 0.0)
 
     def multiple(self, name: str, quantity: int) -> float | None:
-        """Return r if B is r times A; None if it is not a multiple, or has a single element and so always is one."""
+        """Return r if B is r times A; None if it is not a multiple.
+
+        None also for a single element, which would be a multiple of any other element.
+        """
         if self.numel(name) == 1:
             return None
         return multiple(*self.both(name, quantity), self.tolerance(name))

@@ -541,9 +541,9 @@ class Telemetry(StepObserver):
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. In a measured step, one
-        all-reduce over the world. With ``noise=``, in addition at least one
-        all-reduce per set of ranks that sum partial gradients or gradients of tied parameters. With ``spectral=``, in
-        addition two all-reduces per iteration. None in other steps, and none over the world with one rank.
+        all-reduce over the world. With ``noise=``, in addition at least one all-reduce per set of ranks that sum
+        partial gradients or gradients of tied parameters. With ``spectral=``, in addition two all-reduces per
+        iteration. None in other steps, and none with one rank.
     Host synchronization: in the constructor, and in the first measured step after such a change. In other steps none,
         except to copy tensors between the CPU and the GPU, as with `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes

@@ -90,7 +90,7 @@ def recorded_with(value: float | None, quantity: str, path: Path) -> Path:
     optimizer = ParallelOptimizer(
         torch.optim.SGD(model.named_parameters(), lr=0.1), ProcessGroupRegistry(Topology()), check_replicas=False
     )
-    with Recorder(optimizer, path) as recorder:
+    with Recorder(optimizer, path):
         for step in range(3):
             optimizer.zero_grad()
             optimizer.backward(model(torch.ones(2, 4)).square().mean())

@@ -90,7 +90,7 @@ def test_coordinate_check_rejects_invalid_arguments() -> None:
     build = partial(trial, registry=registry, mup=True)
     with pytest.raises(ValueError, match="give two or more"):
         coordinate_check(build, (64, 64), registry)
-    with pytest.raises(ValueError, match="matches no module that returned a tensor in every width"):
+    with pytest.raises(ValueError, match="matches no module that returned one floating-point tensor at every width"):
         coordinate_check(build, (32, 64), registry, layers=("attention.*",))
 
 

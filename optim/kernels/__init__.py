@@ -1,1 +1,1 @@
-"""CPU and Triton kernels for sums of powers of gradients, and for updates of optimizers. `native` has the formulas."""
+"""CPU and Triton kernels for sums of powers of gradients, optimizer updates (formulas in `native`), and rounding."""

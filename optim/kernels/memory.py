@@ -99,7 +99,7 @@ def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
 
 
 def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return ``tensor`` in the element order of ``param``: ``tensor`` itself if it has this order, else a copy."""
+    """Return ``tensor`` if it has the element order of ``param``, else a copy in this order, on ``param``'s device."""
     if same_memory_format(tensor, param):
         return tensor
     return _empty_like(param, tensor.dtype, param.device).copy_(tensor)

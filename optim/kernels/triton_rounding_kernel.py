@@ -4,8 +4,8 @@ The noise of an element is a function of a key, the step, the number of the tens
 the element's index. So replicas draw equal noise, whatever else they round, and no noise is stored in memory. The numbers
 differ from those of `torch.Generator`, which other kernels use.
 
-    counter = (lane, number of the tensor, step, step >> 32)       Philox 4x32 with 10 rounds, 64-bit key
-    noise   = 16 bits of its four words: 8 elements per counter
+    counter = (index of the counter, number of the tensor, step, step >> 32)    Philox 4x32, 10 rounds, 64-bit key
+    noise   = 16 bits of the four words of the result: 8 elements per counter
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 """

@@ -1,8 +1,8 @@
 """Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the transform chain.
 
 A transform replaces parameters by local tensors of DTensors, by shards, by CPU copies, or by float32 master weights.
-The chain applies the transforms in this order. Transforms that replace no tensor come last: they change the optimizer
-state, or run around the update.
+The chain applies the transforms in this order. The last transforms of a chain replace no tensor: they change the
+optimizer state, or run around the update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..step.wrapped_optimizer import own_calls
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
-"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs; no pair: the group loses the tensor."""
+"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs. No pair: its param group drops it."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -133,8 +133,8 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 # Parameter transforms -------------------------------------------------------------------------------------------------
 
 # A user passes state placements (`StatePlacement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement
-# checks its arguments and makes a parameter transform (`ParamTransform`). Transforms are installed in the order of
-# their `Position`. Up to `Position.DTYPE`, each one replaces tensors that the previous one returned:
+# checks the optimizer's settings and makes a parameter transform (`ParamTransform`). Transforms are installed in the
+# order of their `Position`. Up to `Position.DTYPE`, each one replaces tensors that the previous one returned:
 #
 #     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
 #
@@ -171,11 +171,12 @@ class PlacementContext:
         optimizer: The torch optimizer that the user passed.
         precision: The precision mode.
         registry: The process groups of the mesh.
-        averages_data: True (default) if meshstep averages gradients over the data axes.
+        averages_data: True (default) if meshstep averages gradients over the data axes. False if other code averages
+            them, and with ``sum_order="fixed"``, which sums them.
         data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
         overlap: True if gradients are reduced during backward. Default False.
         placements: All state placements of the optimizer. Default: none.
-        tree: With ``sum_order="fixed"``, the data ranks that sum gradients. Default None: another order.
+        tree: With ``sum_order="fixed"``, the data ranks that sum gradients. None (default): ``sum_order="any"``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -357,7 +358,7 @@ class ParamTransform:
     def step(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update`` with the request or a changed copy of it, then write the new weights to the replaced tensors.
 
-        If ``request.skip`` is set, no weight and no optimizer state may change.
+        If ``request.skip`` is 1, no weight and no optimizer state may change.
         """
         update(request)
         self.write_back()
@@ -487,6 +488,8 @@ class LocalTensors(ParamTransform):
         Returns:
             The error for a gradient with an unsupported layout, whose local gradient is filled with NaN; None: no
             error.
+        Collectives: an all-reduce for a gradient that was partial in the first step over an axis that shards the
+            parameter.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -543,10 +546,11 @@ class StepObserver:
         """Read the gradients after backward, before `step` reduces them. Backward may have reduced some of them."""
 
     def reduced_grads(self, window: Window) -> None:
-        """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.stepped_tensors`), before clipping.
+        """Read the reduced gradients before clipping: ``grad_tensor.grad`` of each record in `stepped_tensors`.
 
-        These gradients are still multiplied by the loss scale (``window.scale``). They are not yet divided by the
-        weight of the accumulation window, the sum of its micro-batches' weights. With ``sum_order="fixed"`` they are sums
+        `ParallelOptimizer.stepped_tensors` returns these records. The gradients are still multiplied by the loss scale
+        (``window.scale``). They are not yet divided by the sum of the micro-batches' weights or, with
+        ``accumulation_steps`` and no weights, by the number of micro-batches. With ``sum_order="fixed"`` they are sums
         over the data ranks instead of averages.
         """
 

@@ -45,9 +45,9 @@ class GradientCompletion:
         table: One record per stepped tensor.
         buckets: A function that returns the gradient buckets of a reduction plan. Their collectives run after all
             transforms have moved gradients to the stepped tensors.
-        early: Buckets over the model's parameters that are reduced during backward. If this rank ran no backward in a
-            window, they are reduced at the end of the window. None: no gradient is reduced during backward.
-        agreement: The comparison of settings between ranks, evaluated in the first window; None: there is one rank.
+        early: The buckets that ``overlap=True`` reduces during backward. If backward did not reduce them in a window,
+            they are reduced at its end. None: there are none.
+        agreement: The comparison of settings between ranks; None: there is one rank.
         unused: The check for parameters without gradients.
         model: The check for trainable parameters that no optimizer has.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
@@ -90,7 +90,8 @@ class GradientCompletion:
         if self.grads_checked:
             return None
         return (
-            "no step was made before, and the first step checks gradients on the host: make some steps without a graph"
+            "no step was made since the optimizer was created or its param groups changed, and the first step checks "
+            "gradients on the host: make some steps without a graph"
         )
 
     @torch.no_grad()
@@ -106,12 +107,12 @@ class GradientCompletion:
         Raises:
             RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
                 reduced gradients that only it can reduce. Or a transform can't use the gradients of the window, because
-                backward bypassed the optimizer, gradients were not cleared, or weights were written before the capture
-                of a CUDA graph. In the first window, on every rank: there are no gradients, gradients are not from
-                `backward` or `window`, a pipeline schedule divided gradients twice, the model has trainable parameters
-                that no optimizer has, or settings differ between ranks. In the second and 16th window, on every rank:
-                the step would overwrite weights that other code wrote through ``.data``. With one rank: a parameter was
-                unfrozen.
+                backward bypassed the optimizer, gradients were not cleared, or other code wrote weights that have
+                masters, or weights with split masters before the capture of a CUDA graph. In the first window, on every
+                rank: there are no gradients, gradients are not from `backward` or `window`, a pipeline schedule divided
+                gradients twice, the model has trainable parameters that no optimizer has, or settings differ between
+                ranks. In the second and 16th window, on every rank: the step would overwrite weights that other code
+                wrote through ``.data``. With one rank: a parameter was unfrozen.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
                 a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
                 or accelerate also clips.
@@ -139,8 +140,8 @@ class GradientCompletion:
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # If this rank ran no backward, it reduces here, before its transforms run: other ranks reduced in backward, and
-        # all ranks must issue their collectives in the same order.
+        # Buckets that backward did not reduce on this rank are reduced here, before the transforms run: other ranks may
+        # have reduced them in backward, and all ranks must issue their collectives in the same order.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:
@@ -248,10 +249,10 @@ class GradientCompletion:
         return spec.with_partial(annotation.spec_on(self.table.plan.topology).partial)
 
     def _without_gradient(self) -> list[int]:
-        """Return the indices of the model parameters that got no gradient in the window.
+        """Return the indices of the trained model parameters that got no gradient in the window.
 
-        Except in the first window, only parameters in ``StepAgreement.replicated`` are searched. In the first window,
-        the list is empty if gradients may be reduced or moved before a window ends.
+        Except in the first window, only parameters in ``StepAgreement.replicated`` are searched. The list is empty with
+        one rank, and in the first window if gradients may be reduced or moved before a window ends.
         """
         if self._agreement is None or (self._in_backward and self._arrived is None):
             return []

@@ -125,7 +125,7 @@ class SplitMasters(ParamTransform):
         Until the first step after a load, a weight that was overwritten with equal values keeps its remainder.
 
         Returns:
-            The weights whose values other code changed, and the weights that have new memory.
+            The weights that other code wrote (after a load: with other values), and the weights that have new memory.
         Host synchronization: none, except once if weights were written between a load and the next step.
         """
         weights, versions = self._weights, list(map(_version, self._weights))
@@ -441,7 +441,7 @@ class StochasticallyRounded(ParamTransform):
         """Prepare the parameters for rounding, and replace none.
 
         Raises:
-            ValueError: A parameter has no name, and there are several ranks.
+            ValueError: There are several ranks, and a bfloat16 parameter has no spec, or has no name and is not tied.
         """
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)

@@ -260,8 +260,8 @@ class Saved:
     def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict with one more entry ``"meshstep"``, a dict.
 
-        ``"meshstep"`` has the precision mode, the loss scale, the masters, this rank's coordinates, the state of the
-        clipping rule, and ``counts``.
+        ``"meshstep"`` has the precision mode, the loss scale, the transforms' entries (such as masters), this rank's
+        coordinates, the state of the clipping rule, and ``counts``.
 
         Args:
             counts: Numbers of skipped steps, by name.

@@ -77,7 +77,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
         Names of the tensors that differ, such as ``["layer.weight: parameter", "layer.weight: exp_avg"]``.
     Raises:
         RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made, was loaded or
-            reloaded, or got a param group.
+            reloaded, got a param group, or was refreshed.
     Collectives: those of the wrapped optimizer's step, usually none. Host synchronization: one per tensor.
     """
     for transform in optimizer.transforms.transforms:
@@ -160,8 +160,8 @@ class UpdateRecorder(ParamTransform):
         """
         if self._inputs is None:
             raise RuntimeError(
-                "no update has been made since the optimizer was created, loaded or reloaded, or got a param group: make a "
-                "step first"
+                "no update has been made since the optimizer was created, loaded, reloaded or refreshed, or got a "
+                "param group: make a step first"
             )
         inputs, state = self._inputs, self.optimizer.state
         after = {param: _Values(param.detach().clone(), param.grad, state.get(param)) for param in inputs.params}

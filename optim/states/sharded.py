@@ -74,9 +74,10 @@ class ZeroBucket:
         registry: The process groups of the mesh.
         axes: The mesh axes over which the bucket is sharded, one slice per rank.
         summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. If
-            all axes are data axes, the sum is divided by the number of ranks.
-        grad_dtype: The dtype of the gradient slice and of the collective.
-        hook: The communication hook that sums gradients.
+            all axes are data axes, and ``tree`` is None, the sum is divided by the number of ranks.
+        grad_dtype: The dtype of the gradient slice. It is also the dtype of the collective if ``tree`` is None; else
+            half-precision gradients are summed in float32.
+        hook: The communication hook that sums gradients; not used with ``tree``.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
         tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None (default): the
@@ -393,7 +394,7 @@ ShardedNames = Mapping[tuple[str, ...], list[str]]
 
 
 def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> None:
-    """Raise ValueError if two ranks along the same axes would shard different parameters over these axes.
+    """Raise ValueError if two ranks along the same axes would shard different parameters, or in different orders.
 
     Args:
         by_rank: For each rank, the names of the parameters to shard, by the axes over which they are sharded.
@@ -533,8 +534,9 @@ class Shards(ParamTransform):
         """Make buckets and shards, and return this rank's shards of each parameter, with their offsets.
 
         Raises:
-            ValueError: On every rank: ranks along the axis would shard different parameters; or with ``gradients=True``
-                and ``sum_order="fixed"`` a parameter is not sharded over exactly the data axes.
+            ValueError: On every rank: ranks along the axis would shard different parameters, or the same ones in
+                different orders; or with ``gradients=True`` and ``sum_order="fixed"`` a parameter is not sharded over
+                exactly the data axes.
         Collectives: an object all-gather.
         """
         topology = self.registry.topology

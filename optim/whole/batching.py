@@ -52,7 +52,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def chunks(items: Sequence[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
-    """Return `split_runs` with lists of at most `CHUNK` elements."""
+    """Yield the items in lists of at most `CHUNK` elements, or of one larger item, as `split_runs` does."""
     return split_runs(items, numel, CHUNK)
 
 
@@ -63,7 +63,7 @@ class PackedTensors:
 
     Args:
         shapes: Shapes of the tensors.
-        dtype, device: Of the buffer.
+        dtype, device: Dtype and device of the buffer.
         keys: One key per tensor. Tensors with equal keys must have equal numbers of elements. None: these numbers.
 
     Attributes:

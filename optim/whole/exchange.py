@@ -565,7 +565,8 @@ class Homes:
                 without `ParallelOptimizer`, positions that are not in the mapping are skipped.
             compute: Called on the owner rank only, for each matrix in `own`.
             device: Device of the computation. None: the device of the first value, or the CPU without values. A single
-                process without `ParallelOptimizer` ignores it, and computes on the device of each value.
+                process without `ParallelOptimizer` computes on the device of each value. There, a GPU means that all
+                values are on it.
         Returns:
             An iterator of (position, shard of the result in the full tensor's dtype). Replicas are bitwise identical.
 
@@ -588,7 +589,7 @@ class Homes:
             values: As in `map`.
             compute: Called on the owner rank only, for each set of matrices in `own` with equal shapes in a round. On a
                 CPU without `ParallelOptimizer`, it is called for one matrix at a time.
-            device: As in `map`. In a single process without `ParallelOptimizer`, a GPU means that all values are on it.
+            device: As in `map`.
         Returns:
             An iterator of {position: shard of the result in the full tensor's dtype}: on a GPU one dict per round, on a
                 CPU one per position.

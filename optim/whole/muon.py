@@ -427,8 +427,8 @@ class Muon(WholeOptimizer):
             return ()
         if len(shape) < 2:
             raise ValueError(
-                f"{name} of shape {shape} is not a matrix, which Muon needs; put it in a param group with 'algorithm': "
-                "'adamw'"
+                f"{name or 'a parameter'} of shape {shape} is not a matrix, which Muon needs; put it in a param group "
+                "with 'algorithm': 'adamw'"
             )
         return tuple(matrices_of(name, shape, self.blocks, spec))
 

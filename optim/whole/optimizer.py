@@ -110,8 +110,8 @@ class WholeOptimizer(torch.optim.Optimizer):
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
         divides_gradients: True: `updates` uses `Slot.scaled_grad` on a GPU where it can, so `step` prepares no `Slot.grad`.
-        fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed with it,
-            because other numbers of ranks compute others together.
+        fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed together
+            with it, because these are other tensors on another number of ranks.
         not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name. None
             (default): a CUDA graph can capture it.
     """
@@ -374,7 +374,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         fused: list[tuple[Tensor, Tensor]] = []
         for target, direction in zip(targets, directions, strict=True):
             # torch's fused kernel ignores strides, so it needs contiguous tensors. On a CPU, some versions of torch
-            # leave half-precision tensors unchanged. They are computed in float32 here, and rounded once.
+            # leave half-precision tensors unchanged, so these are computed in float32 here, and rounded once.
             if batching.is_batched(target) or (target.is_cpu and target.is_contiguous() and not is_half(target)):
                 fused.append((target, direction.to(target.dtype).contiguous()))
             else:
@@ -432,7 +432,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
 
 def _prepare_together(slots: Sequence[Slot]) -> None:
-    """Compute `Slot.grad` and `Slot.step` of all slots, with few kernels. The slots are on a GPU."""
+    """Compute `Slot.step` of all slots, and call `unscale_together`, with few kernels. The slots are on a GPU."""
     for alike in batching.grouped(slots, lambda slot: (slot.state["step"].device, slot.state["step"].dtype)).values():
         steps = torch.stack([slot.state["step"] for slot in alike]).double() + 1
         for slot, step in zip(alike, steps.unbind(), strict=True):
@@ -441,7 +441,10 @@ def _prepare_together(slots: Sequence[Slot]) -> None:
 
 
 def unscale_together(slots: Sequence[Slot]) -> None:
-    """Compute `Slot.grad` of all slots, with few kernels. The slots are on a GPU."""
+    """Compute `Slot.grad` of the slots that have a ``grad_scale``, with few kernels. The slots are on a GPU.
+
+    A slot whose gradient has another dtype than the parameter is left out: `Slot.grad` computes it on access.
+    """
     scaled = [slot for slot in slots if slot.grad_scale is not None and slot.scaled_grad.dtype == slot.param.dtype]
     for alike in batching.grouped(scaled, lambda slot: (slot.param.device, slot.param.dtype)).values():
         scale = alike[0].grad_scale
@@ -493,7 +496,7 @@ def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: T
 
     Args:
         slots: Slots of one param group, device and dtype for which `Slot.is_batched` is True.
-        steps: Step counts t before this step, one tensor per slot; changed in place as in `adamw_in_place`.
+        steps: Step counts before this step, t - 1, one tensor per slot; changed in place as in `adamw_in_place`.
         found_inf: 0-dim float32; None: 0.
     """
     param, group = slots[0].param, slots[0].group

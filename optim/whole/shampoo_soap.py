@@ -181,8 +181,8 @@ class PreconditionedOptimizer(HomeOptimizer):
         longest: Name of the option that has this limit, such as "max_precond_dim".
         product_cost: Floating-point operations per step in the products of one side, divided by (number of elements x
             length of the side).
-        rounds_by_ranks: True, because the rounding of results depends on the number of ranks. One rank factors the
-            matrices that it owns together.
+        rounds_by_ranks: True: ``sum_order="fixed"`` rejects the optimizer, because a rank factors the matrices that it
+            owns together, so the rounding of results depends on the number of ranks.
     """
 
     kept = ("blocks", "factor_dtype")

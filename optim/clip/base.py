@@ -111,8 +111,8 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
             def factors(self, norms):
                 return torch.full_like(norms.total, 0.5)
 
-    To write a rule, set `level` and override `factors`. A rule with state, or a rule that skips steps, overrides `initial`
-    and `decide` instead.
+    To write a rule, set `level` and override `factors`. A rule that skips steps overrides `decide` instead. A rule with
+    state overrides `decide` and `initial`.
     """
 
     level: Level = "total"
@@ -180,7 +180,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
         return ClipResult(self.factors(norms))
 
     def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
-        """Return the value for `GradStats.clip_coef`, 0-dim. Default: the smallest factor; 1 without factors."""
+        """Return the value for `GradStats.clip_coef`, 0-dim. Default: the smallest factor; 1 if ``factors`` is empty."""
         if factors.dim() == 0:
             return factors
         return factors.amin() if factors.numel() else torch.ones_like(norms.total)
@@ -329,7 +329,7 @@ class ClipState:
         Raises:
             RuntimeError: A CUDA graph is captured before the state tensors exist, or the rule assigned a new object to one
                 of its attributes during a capture.
-        Host synchronization: none.
+        Host synchronization: none, unless the norms are on another device than in the last step.
         """
         self._create_tensors(norms.total)
         rule = self.rule if rule is None else rule

@@ -5,8 +5,8 @@
 
 Before clipping, a gradient still contains the loss scale. Gradient reduction divided it by the number D of
 data-parallel ranks, but the mean over an accumulation window needs a division by the window's total weight W, such as
-its number of tokens. Without weights, W is D times the number of micro-batches in the mean. Rules and `GradStats`
-receive the norms of ``gradient * inverse``.
+its number of tokens. Without weights, W is D times the number of micro-batches in the mean. With ``sum_order="fixed"``,
+gradient reduction only sums, and D is 1. Rules and `GradStats` receive the norms of ``gradient * inverse``.
 """
 
 from __future__ import annotations
@@ -203,13 +203,15 @@ class GradScaleInfo(NamedTuple):
             ``"window_weight"``: the accumulation window's weight per pipeline stage (`window_fields`);
             ``"agreement"``: the sum is 0 if the settings of all ranks agree (`StepAgreement`);
             `SHARD_COUNTS`: for each logical parameter the number of shards with a gradient (`MissingShards`);
-            ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled.
+            ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled or,
+                in `clip_grad_norm_`, because a rank found an error.
         scale: The loss scale that gradients still contain. None (default): gradients contain no loss scale.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
             ``"window_weight"``. Default: False.
         data_ranks: The number of ranks over which gradients were averaged. Default: 1.
         loss_scale: The loss scale of the backward pass, for `GradStats`. None (default): backward used no loss scale.
-        mean_of: The number of micro-batches over which the window's gradient is the mean. Default: 1.
+        mean_of: The divisor if no rank gave a weight: the number of micro-batches over which the window's gradient is the
+            mean; with ``sum_order="fixed"`` those of all data ranks. Default: 1.
     """
 
     pack: PackedSum
@@ -352,15 +354,15 @@ class GradientClipper:
         optimizer: The optimizer whose param groups may have a ``max_norm``.
         checks: Comparisons of replicas. The first check compares gradients too. Default: none.
         vote: The votes of ranks to skip the step. None (default): ranks do not vote.
-        shards: The search for replicas that are declared as shards. It runs until the first measurement with a finite
-            norm, and not without ``checks``. None (default): shards are not compared.
+        shards: The search for replicas that are declared as shards. It runs together with ``checks``, until it has
+            compared all shards once. None (default): shards are not compared.
         norm_type: The p of the norms, unless the rule has a ``norm_type``. Default: 2.
         reduction: As in `GlobalNorm`. Default: "packed".
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
         check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
             the first measurement with a finite norm, and once more if gradients of replicas were zero in it. Default:
             False.
-        exact: True: measure by `ExactNorm`, whose results do not depend on how ranks share the gradients. Default: False.
+        exact: True: measure by `ExactNorm`, whose results do not depend on the number of data ranks. Default: False.
 
     Attributes:
         checks: The checks that the next measurement runs.
@@ -437,7 +439,7 @@ class GradientClipper:
 
         Args:
             clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
-                itself. None: gradients are unscaled but not clipped.
+                itself. None: gradients are unscaled, and clipped only in param groups with a ``max_norm``.
             scale_info: The factors that gradients still contain.
             in_place: True: unscale and clip in place. False (default): return the factor in the decision if one factor
                 applies to all gradients and the rule does not change gradients in place.
@@ -445,13 +447,14 @@ class GradientClipper:
                 vote only in the first decision of a window.
             captured: True: a CUDA graph is being captured.
         Raises:
-            ValueError: On one rank: a threshold of its param groups is invalid, or changed although other ranks do not
-                have the param group. On every rank: all shards of a parameter are equal, so it is probably replicated.
+            ValueError: On one rank: a threshold of its param groups is invalid, is not supported by the rule, or changed
+                although some ranks have fewer param groups. On every rank: all shards of a parameter are equal, so it is
+                probably replicated.
             TypeError: On one rank: a threshold of its param groups is not a number. Or the rule returned a state that
                 its `Clip.initial` does not have.
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
-        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
+        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
         Host synchronization: that of ``commit=``, and one if ``checks`` run; otherwise none.
         """
         given = None if clip is None else clip.rule
@@ -566,7 +569,7 @@ class GradientClipper:
         Raises:
             ReplicaMismatchError: On every rank: replicas are compared and differ.
             ValueError: On every rank: all shards of a parameter are equal.
-        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
+        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
         """
         if needs not in self._measurers:
             self._measurers[needs] = self._make_global_norm(needs)

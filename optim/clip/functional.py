@@ -1,4 +1,4 @@
-"""Clip sharded gradients by their global norm or by value, as torch's functions do, without a `ParallelOptimizer`."""
+"""Measure and clip sharded gradients, as torch's functions in `torch.nn.utils` do, without a `ParallelOptimizer`."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def global_norm(
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
         and every call with DTensors on new meshes also gather the meshes and compare replicas; each partial gradient takes
-        one more all-reduce over its mesh.
+        one more all-reduce or reduce-scatter per partial mesh dim.
     Host synchronization: only when ranks are compared.
     """
     given = unique_params(params)
@@ -376,8 +376,8 @@ def clip_grad_norm_(
     by value, such as `ByValue`, clamps them. Do not call ``optimizer.step()`` if ``stats.found_inf`` is 1.
 
     Args:
-        params: A module, parameters, or (name, parameter) pairs, as for `global_norm`. With a rule that has factors or
-            state per parameter, give the same list in every call.
+        params: A module, parameters, or (name, parameter) pairs, as for `global_norm`. With a rule that has several
+            factors, has state per parameter or clamps by value, give the same list in every call.
         max_norm: The threshold for the norm; finite, > 0. Or a clipping rule. If the rule has state, clamps by value,
             or has factors per parameter, named group, param group or unit, make a `ClipState` of it once, and pass the
             `ClipState` in every call. With a rule that skips spikes, do not call ``optimizer.step()`` if
@@ -393,7 +393,8 @@ def clip_grad_norm_(
     Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them, or
         partial gradients of DTensors were replaced by their sums. Also:
         ValueError: ``max_norm`` is None or out of range; the rule does not support ``reduction`` or the parameters; or a
-            later call with the same `ClipState` has other parameters, ``norm_type`` or ``reduction``.
+            later call with the same `ClipState` has parameters of other layouts or sizes, or another ``norm_type`` or
+            ``reduction``.
         TypeError: The rule needs a `ClipState`.
         RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
     Collectives: as `global_norm`. With a `ClipState` of a rule that has several factors (per parameter, named group,
@@ -442,10 +443,8 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
         return max_norm
     clip = ClipState(rule)
     if rule.initial() or not _needs_only_total(clip):
-        in_place = rule.in_place and not clip.needs_names
-        why = (
-            "has state" if rule.initial() else "changes gradients in place" if in_place else "distinguishes parameters"
-        )
+        changes = "changes gradients in place" if rule.in_place else "needs norms of weights"
+        why = "has state" if rule.initial() else changes if rule.level == "total" else "distinguishes parameters"
         name = type(rule).__name__
         raise TypeError(f"{name} {why}: make clip = ClipState({name}(...)) once, and give clip in every call")
     return clip
@@ -562,7 +561,7 @@ class _RegistryCache:
     def __init__(self) -> None:
         self.norms: dict[tuple[object, ...], _CachedNorm] = {}
         self.lists: WeakKeyDictionary[ClipState, StatefulClipper] = WeakKeyDictionary()
-        self.checked = False
+        self.checked = False  # True after all ranks have compared their declarations, or replicas, with this registry
 
     def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
         """Store ``known`` for a list of parameters.

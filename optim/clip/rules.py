@@ -101,8 +101,9 @@ class ByGroup(Clip):
     gradients then do not lower the coefficient of other groups.
 
     Args:
-        thresholds: One threshold per param group. None: the group has no threshold of its own, and is clipped by
-            ``others``. ``math.inf``: the group is not clipped, and its gradients do not enter the common norm.
+        thresholds: One threshold per param group. None, or a tuple that is too short: the group has no threshold of its
+            own, and is clipped by ``others``. ``math.inf``: the group is not clipped, and its gradients do not enter the
+            common norm.
         others: The threshold for the common norm of all groups without a threshold. None (default): these groups are
             not clipped.
         norm_type: The p of the groups' norms and of the common norm; p >= 1, or inf. None (default): the ``norm_type`` of
@@ -119,11 +120,11 @@ class ByGroup(Clip):
     clip_value: float | None = None
 
     def check(self) -> None:
-        for value in self.thresholds:
+        for index, value in enumerate(self.thresholds):
             if value is not None:
-                check_number_threshold(value, "max_norm", infinite=True)
+                check_number_threshold(value, f"ByGroup thresholds[{index}]", infinite=True)
         if self.others is not None:
-            check_threshold(self.others, "max_norm")
+            check_threshold(self.others, "ByGroup others")
         if self.clip_value is not None:
             check_number_threshold(self.clip_value, "clip_value")
 
@@ -241,8 +242,9 @@ class ByName(Clip):
     `GradStats.clip_coef` is the smallest factor.
 
     Args:
-        groups: A dict from globs over the names of `torch.nn.Module.named_parameters` to thresholds or rules. A rule
-            must have level "total"; it receives the group's norm as the total norm, and has a separate state per group.
+        groups: A dict from globs over the names of `torch.nn.Module.named_parameters` to thresholds or rules. None or
+            ``math.inf``: the group is not clipped. A rule must have level "total", must not clamp (`ByValue`), and must
+            have no ``norm_type``. It receives the group's norm as the total norm, and has a separate state per group.
         others: The threshold or rule for all parameters that no pattern matches. None: these parameters are not clipped.
             The default ``...`` requires a matching pattern for every parameter; else ValueError is raised on every rank.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
@@ -284,7 +286,7 @@ class ByName(Clip):
     @property
     def _all(self) -> tuple[tuple[str, Clip | None], ...]:
         others = None if isinstance(self.others, EllipsisType) else self.others
-        return *self.groups, ("", others)  # no name matches an empty pattern
+        return *self.groups, ("", others)  # "" stands for others=: as a pattern it matches no name
 
     @property
     def unclipped(self) -> tuple[str, ...]:
@@ -305,7 +307,7 @@ class ByName(Clip):
         if left:
             raise ValueError(
                 f"no pattern of max_norm={{{', '.join(f'{pattern!r}: ...' for pattern in self.patterns)}}} matches "
-                f"{len(left)} of {len(names)} parameters ({some(left)}): add '*' with a threshold for these parameters, or "
+                f"{some(left)} ({len(left)} of {len(names)} parameters): add '*' with a threshold for these parameters, or "
                 "'*': None to leave them unclipped"
             )
 
@@ -344,7 +346,7 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
     """Return the checked rule that the argument ``max_norm=`` describes; None without a rule (``max_norm=None``).
 
     Raises:
-        TypeError: A threshold is neither a number nor callable.
+        TypeError: A threshold is neither a number nor callable, or another argument of the rule is not a number.
         ValueError: An argument is out of range.
     """
     clip: Clip | None

@@ -15,6 +15,7 @@ from meshstep.amp import NaiveFp16
 from meshstep.optim import (
     AdaGC,
     Adaptive,
+    ByGroup,
     ByName,
     ByNorm,
     ByPreviousNorm,
@@ -455,13 +456,22 @@ def test_other_options_than_in_first_call_with_clip_state_are_rejected() -> None
         clip_grad_norm_(model.parameters(), clip, registry)
 
 
+class ByWeightNorm(Clip):
+    weights = True
+
+    def factors(self, norms: Norms) -> Tensor:
+        return (norms.weights[0] / norms.total).clamp(max=1.0)
+
+
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
         (ZClip(), "ZClip has state"),
         (PerParameter(1.0), "PerParameter distinguishes parameters"),
         ({"up": 1.0}, "ByName distinguishes parameters"),
+        (ByGroup((1.0,)), "ByGroup distinguishes parameters"),
         (ByValue(0.5), "ByValue changes gradients in place"),
+        (ByWeightNorm(), "ByWeightNorm needs norms of weights"),
     ],
 )
 def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: str) -> None:
@@ -487,6 +497,8 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         (SkipSpikes(1.0), ValueError, r"factor=1.0: give a number > 1"),
         (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has 5 norms"),
         (SkipSpikes(statistic="middle"), ValueError, "statistic='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
+        (ByGroup((0.5, -1.0)), ValueError, r"ByGroup thresholds\[1\]=-1.0: give a finite number > 0"),
+        (ByGroup((0.5,), nan), ValueError, "ByGroup others=nan: give a finite number > 0"),
         (ByPreviousNorm(0.0), ValueError, "max_norm=0.0: give a finite number > 0"),
         (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, "WarmUp start=-1.0: give a finite number > 0"),
         (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),

@@ -1,4 +1,4 @@
-"""Global norms that are bitwise equal however the gradients are cut into shards: exact sums of their powers.
+"""Global norms that are bitwise equal for any number of data ranks: exact sums of the gradients' powers.
 
 A sum of float64 numbers depends on the order of the additions, because each addition rounds. If all summands are multiples
 of one quantum and the sum has at most 53 bits, then no addition rounds, and every order gives the same sum. So:
@@ -81,7 +81,7 @@ def exact_summands(powers: Tensor, top: Tensor) -> Tensor:
 
 
 class ExactNorm(GlobalNorm):
-    """A `GlobalNorm` whose result does not depend on the number of data ranks or on how shards are cut over them.
+    """A `GlobalNorm` whose result does not depend on the number of data ranks, or on how they shard optimizer states.
 
         norm = ExactNorm(plan, registry, norm_type=2.0)
         norms = norm([param.grad for param in params])

@@ -43,8 +43,9 @@ class GlobalNorm:
         norms = norm([row.grad_tensor.grad for row in optimizer.stepped_tensors()])
 
     Args:
-        plan: The reduction plan. With ``reduction="per_group"`` or ``per_parameter=True`` the collectives depend on it,
-            so use a plan that `norm.plan_agreement.agree` returned.
+        plan: The reduction plan. Use a plan that `norm.plan_agreement.agree` returned, because the collectives depend on
+            it: on the number of param groups, with ``reduction="per_group"`` on the buckets, and with
+            ``per_parameter=True`` on the parameter names.
         registry: The process groups.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per
@@ -297,7 +298,7 @@ class PackedSum:
     """Named fields in one vector, which `GlobalNorm` sums over all ranks together with the powers.
 
         pack = PackedSum.of({"window_weight": weights}).with_fields({"veto": vote})
-        norms = global_norm(gradients, pack.values)
+        norms = GlobalNorm(plan, registry)(gradients, pack.values)
         rejected = pack.split(norms.extra)["veto"] > 0
 
     All ranks must pack the same fields in the same order.

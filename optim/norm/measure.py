@@ -109,8 +109,8 @@ class Fingerprints:
     Limits:
 
     * A shard without a replica is not compared. Examples are sharded weights on a mesh without data-parallel axes, states
-      sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. If one of
-      several ranks can compare nothing, it issues a warning.
+      sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. In a
+      parallel run, a rank whose tensors have no replica issues a warning.
     * A gradient that was wrong before it was averaged is equally wrong on all replicas, so it is not detected.
     * With master weights, every step overwrites the half-precision weights. So a flipped bit in such a weight lasts for one
       step only, and most comparisons do not see it.
@@ -151,7 +151,9 @@ def check_measurement(
     elif check_replicas not in (True, False, "first"):
         raise ValueError(f"check_replicas={check_replicas!r}: give 'first', True, False or Fingerprints(every=100)")
     if commit is not None and not callable(commit):
-        raise TypeError(f"commit={commit!r}: give a function without arguments that returns True or False")
+        raise TypeError(
+            f"commit={commit!r}: give a function without arguments that returns True or False, or a 0-dim bool tensor"
+        )
 
 
 # The report of a step -------------------------------------------------------------------------------------------------
@@ -188,7 +190,8 @@ class GradStats:
             clipping, if the rule only clamps (`ByValue`), or if the norm is non-finite. If some param groups have a
             ``max_norm``, it is the coefficient of the groups without one.
         found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
-            `backward`. The step is then skipped. See `skipped` for all reasons to skip.
+            `backward`. The step is then skipped. From `clip_grad_norm_`, also 1 if the call raised an error on another
+            rank. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.
         loss_scale: 0-dim: the factor on the loss in backward. None without a loss scale.
         parameter_norms: The global p-norm of each logical parameter, by name. Empty without ``per_parameter_norms=True``.

@@ -52,8 +52,8 @@ class ParameterEntry:
         shape: Shape of this rank's shard.
         group: Index of the parameter's param group. Default: 0.
         dtype: Dtype of the parameter. Default: float32.
-        averaged: Mesh axes of a DTensor, over which its gradient is already averaged; gradient reduction does not
-            average over these axes again. Default: none.
+        averaged: For a DTensor, the axes of its device mesh: gradient reduction does not average over them, because the
+            gradients of DTensors are already averaged. Default: none.
         trained: False: the parameter is frozen. Default: True.
         full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as
             this rank's. None (default): not known.
@@ -148,7 +148,9 @@ def entries_of(
 def frozen_without_spec(
     param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool = False
 ) -> set[int]:
-    """Return the ids of the frozen parameters that `entries_of` would reject, because they have no spec.
+    """Return the ids of the frozen parameters that `entries_of` would reject for their layout, such as a missing spec.
+
+    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty.
 
     Args:
         param_groups: For each param group its (name or None, parameter) pairs.
@@ -367,7 +369,7 @@ class ReductionPlan:
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
-        """Return the axes of process groups that the model and the norm use, in the same order on every rank.
+        """Return the axes of each process group that the model and the norm use, in the same order on every rank.
 
         The model uses one group per model axis that shards a parameter. With ``reduction="per_group"`` the norm uses
         one group per norm bucket, over `NormBucket.axes`. Groups of gradient reduction, and the group of all ranks, are

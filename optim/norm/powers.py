@@ -4,7 +4,8 @@
 `local_powers` chooses the kernels. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows
 nor underflows in float64.
 
-On devices with float64, sums are accumulated in float64, except sums of `ROW` squares of float32 gradients on a CPU.
+On devices with float64, sums are accumulated in float64. Exception: torch's kernels on a CPU sum `ROW` squares of
+float32 gradients at a time in float32.
 ``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its relative error is 1e-5 at a million
 elements and 3e-4 at ten million.
 

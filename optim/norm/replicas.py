@@ -106,7 +106,7 @@ class ReplicaCheck:
     """Compares replicas of a plan's parameters, their gradients and their optimizer states over ranks.
 
     `slots` returns numbers that a collective must sum over all ranks. A sum is 0 if the replicas of a parameter along
-    an axis are equal. `mismatches` finds the replicas that differ from the sums.
+    an axis are equal. Give the sums to `mismatches`, which returns the parameters whose replicas differ.
 
     Args:
         plan: A plan with parameter names (`norm.plan_agreement.agree` with names).

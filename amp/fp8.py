@@ -56,7 +56,8 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
     Args:
         a, b: This rank's blocks [m, k/cols] of A and [k/rows, n] of B, both float32 or both bfloat16. If ``b`` is a
-            weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached until the weight changes.
+            weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached until the weight changes or an
+            optimizer steps.
         grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it.
         inner: k, the length of the full summed dim. Default None: the length of ``a`` along it, times the number of
             columns of the grid.
@@ -259,7 +260,8 @@ class Fp8(Precision):
         names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_UNSUPPORTED))]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
-                write = f"choose from {', '.join(names[:10])}" if names else "the model has none, so leave exclude out"
+                shown = ", ".join(name or "''" for name in names[:10])  # '' is the name of the model itself
+                write = f"choose from {shown}" if names else "the model has none, so leave exclude out"
                 raise ValueError(f"exclude={pattern!r} matches no linear layer; {write}")
 
     def _log_fallbacks(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:

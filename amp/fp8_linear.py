@@ -331,6 +331,7 @@ class Quantized(NamedTuple):
     inverse_scale: Tensor
 
     def t(self) -> Quantized:
+        """Return the transpose of a matrix with one scale for the full tensor."""
         return Quantized(self.values.t(), self.inverse_scale)
 
 

@@ -29,6 +29,7 @@ MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 """Lower bound of loss scales: float32's smallest normal number. A smaller scale could become 0, or its inverse inf."""
 
+_RANGE = f"a number from {SMALLEST:.3g} to {MAX_FLOAT32:.3g}, the range of float32's normal numbers"
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
 
@@ -88,7 +89,7 @@ class ConstantLossScale(LossScale):
     """
 
     def __init__(self, value: float, device: torch.device | str | None = None) -> None:
-        _check(SMALLEST <= value <= MAX_FLOAT32, "value", value, "a number > 0 in float32's range")
+        _check(SMALLEST <= value <= MAX_FLOAT32, "value", value, _RANGE)
         self._value = value
         self.scale = torch.tensor(value, dtype=torch.float32, device=device)
 
@@ -101,7 +102,7 @@ class ConstantLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _check_keys("ConstantLossScale", state, {"scale"})
         value = state["scale"]
-        _check(SMALLEST <= value <= MAX_FLOAT32, "scale", value, "a number > 0 in float32's range")
+        _check(SMALLEST <= value <= MAX_FLOAT32, "scale", value, _RANGE)
         self._value = value
         self.scale.fill_(value)
 
@@ -157,7 +158,7 @@ class DynamicLossScale(LossScale):
     ) -> None:
         self._settings = _Settings(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
         _check_scale("init_scale", init_scale, self._settings)
-        _check(init_scale >= SMALLEST, "init_scale", init_scale, "a number > 0 in float32's range")
+        _check(init_scale >= SMALLEST, "init_scale", init_scale, _RANGE)
         self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._overflows_left = torch.full((), hysteresis, dtype=torch.int32, device=device)
@@ -206,7 +207,7 @@ class DynamicLossScale(LossScale):
         settings = _Settings(**{name: state[name] for name in names})
         scale, good_steps, overflows_left = state["scale"], state["good_steps"], state["overflows_left"]
         _check_scale("scale", scale, settings)
-        _check(scale >= SMALLEST, "scale", scale, "a number > 0 in float32's range")
+        _check(scale >= SMALLEST, "scale", scale, _RANGE)
         interval, hysteresis = settings.growth_interval, settings.hysteresis
         _check(0 <= good_steps < interval, "good_steps", good_steps, f"an integer in 0..{interval - 1}")
         _check(0 <= overflows_left <= hysteresis, "overflows_left", overflows_left, f"an integer in 0..{hysteresis}")
@@ -260,7 +261,7 @@ def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
     for name, value in state.items():
         is_count = name in _COUNTS
         valid = type(value) is int if is_count else is_number(value)
-        _check(valid, name, value, "an integer" if is_count else "a number that float32 can hold")
+        _check(valid, name, value, "an integer" if is_count else "a number that is not NaN")
 
 
 # `torch.amp.GradScaler` for parallel models ---------------------------------------------------------------------------

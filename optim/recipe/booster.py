@@ -96,11 +96,14 @@ def check_options(options: dict[str, Any]) -> None:
     known = set(signature.parameters) - {"self", "optimizer", "other"} - here.keys()
     for name in options:
         if name in here:
-            raise TypeError(f"{name}= is an argument of ParallelOptimizer; for Booster, give {here[name]}")
+            raise TypeError(f"{name}= is an argument of ParallelOptimizer; for Booster, give {here[name]}=...")
         if name not in known:
-            instead = what_instead(
-                name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=...", "plugin": "data_parallel=..."}
-            )
+            elsewhere = {
+                "dtype": "mixed_precision=...",
+                "plugin": "data_parallel=...",
+                "model": "booster.boost(model, optimizer)",
+            }
+            instead = what_instead(name, sorted(known), ELSEWHERE | elsewhere)
             raise TypeError(f"{name}= is an argument of neither Booster nor ParallelOptimizer: {instead}")
 
 

@@ -95,6 +95,11 @@ def test_boost_rejects_invalid_arguments(
         boost(**changes())
 
 
+def test_constructor_names_boost_for_a_model() -> None:
+    with pytest.raises(TypeError, match=r"model= is an argument of neither .*: write booster.boost\(model, optimizer"):
+        Booster(model=classifier())  # type: ignore[call-overload]
+
+
 def test_boost_leaves_a_rejected_list_of_optimizers_unchanged() -> None:
     model, other = classifier(), classifier()
     first, *rest = model.parameters()

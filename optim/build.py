@@ -154,7 +154,7 @@ class Setup:
             ValueError, TypeError: On every rank, if an argument or parameter of any rank is invalid, or if ranks have
                 different arguments or declarations.
             RuntimeError: On every rank: ranks are in different calls of this library.
-        Collectives: an object all-gather; more for uneven shards, and for clipping rules that need parameter names.
+        Collectives: an object all-gather, and a second one if ranks have different declarations or uneven shards.
         """
         topology = self.registry.topology
 
@@ -357,7 +357,7 @@ class Setup:
         return self.average_data and self.sum_order == "any" and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
-        """Return the reasons why, after backward, gradients of ``params`` are not local to the data rank's own samples."""
+        """Return the reasons why, after backward, gradients of ``params`` are not those of this rank's own samples."""
         reasons = []
         if switch is not None and not self.overlap and self.sum_order == "any":
             reasons.append(
@@ -476,8 +476,8 @@ class Setup:
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
-            # With master weights, gradients must stay the same tensor objects: a new object means that they were
-            # cleared.
+            # With master weights, gradients must stay the same tensor objects: `MasterWeights.collect` takes a new
+            # object for a sign that the old gradient was cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
@@ -490,12 +490,12 @@ class Setup:
         return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints, in_backward)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
-        """Return the controller of gradient reduction in backward; None if `step` reduces all gradients.
+        """Return the controller of gradient reduction in backward; None: `step` or a state placement reduces gradients.
 
         Args:
             completion: The result of `completion`.
-            before: The controller before param groups were added or refreshed; it is updated and returned. None: there
-                was none.
+            before: The controller before param groups were added or refreshed, which is updated and returned. None:
+                there was none.
         """
         if self.sum_order == "fixed":
             total = self._fixed_order_sum(completion.chain, completion.table.model_plan)
@@ -560,7 +560,7 @@ def replica_checks(
     Args:
         table: The stepped tensors, with a plan that was compared over all ranks and has parameter names.
         given: The model parameters.
-        device: The device of the hashes that a step all-reduces.
+        device: The device of the hashes, which the collective of the gradient norm sums over ranks.
     """
     topology = table.plan.topology
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
@@ -674,7 +674,7 @@ class AllOptions(StepOptions, total=False):
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
-# Names of arguments in other libraries, or of options within an argument, with the argument to write instead.
+# Names of arguments in other libraries or in earlier versions, with the text that an error tells the user to write.
 ELSEWHERE = {
     "measure": "the arguments of Measure as arguments of their own, norm_type=..., check_replicas=... and so on",
     "offload": "states=Offloaded(0.5)",
@@ -840,8 +840,8 @@ def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: s
 def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
     """Copy the fields of ``record`` that differ from their defaults into ``options``, with a DeprecationWarning.
 
-    If ``options`` already has another value for such a field, return a TypeError and change nothing. Otherwise return
-    None.
+    If ``options`` has a value other than the default for such a field, even the same value, return a TypeError and
+    change nothing. Otherwise return None.
     """
     given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}

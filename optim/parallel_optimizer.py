@@ -99,8 +99,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     Args:
         optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`,
             the optimizers of `meshstep.optim.whole` (such as `Muon`) and, with ``fused=True``, Adam, AdamW, SGD and
-            Adagrad read the clip coefficient and the skip flag on the device, except SGD with dampening before a
-            parameter's first step. Other optimizers cost one more pass over the gradients and one host synchronization
+            Adagrad read the clip coefficient and the skip flag on the device. Exceptions: SGD with dampening before a
+            parameter's first step, SGD of half-precision parameters on a CPU in torch 2.11 to 2.13, and Adagrad in
+            torch 2.11. These and other optimizers cost one more pass over the gradients and one host synchronization
             per step.
             The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
             is the index of its optimizer in the list.
@@ -138,16 +139,17 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             parameters.
         overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it, in the last
             micro-batch of a window. If you decide when to step, run the other micro-batches under `no_sync`. Gradients
-            of DTensors, of owned parameters and of uneven shards are reduced after backward, and so are gradients over
-            axes that the model's own collectives use. If a data axis may shard the model (experts), all gradients are
-            reduced after backward, because ranks could otherwise wait for each other. False (default): `step` reduces
-            gradients.
+            of DTensors, of owned parameters and of uneven shards are reduced after backward, and so are gradients that
+            are also summed over other axes (partial and tied gradients). If a data axis may shard the model (experts),
+            all gradients are reduced after backward, because ranks could otherwise wait for each other. False
+            (default): `step` reduces gradients.
         compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None (default): in the
             gradients' own dtype. It has no effect on `Sharded`, which has its own ``compression`` argument, or on a
             ``data_parallel`` module.
-        bucket_bytes: Maximum size of a gradient bucket in bytes. None (default): 32 MiB; 16 MiB for buckets that are
-            reduced during backward with ``overlap=True``; 8 MiB with ``sum_order="fixed"``. Smaller buckets need more
-            collectives. It has no effect on `Sharded`, whose buckets have 32 MiB.
+        bucket_bytes: Maximum size of a gradient bucket in bytes; a larger gradient has a bucket of its own. None
+            (default): 32 MiB; 16 MiB for buckets that are reduced during backward with ``overlap=True``; 8 MiB with
+            ``sum_order="fixed"``. Smaller buckets need more collectives. It has no effect on `Sharded`, whose buckets
+            have 32 MiB.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
             `StatePlacement` of your own). The param groups then hold other tensors than the model, such as shards
             (`stepped_tensors`). Default: none.
@@ -175,10 +177,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
             RuntimeError with their names (``"raise"``, default) or warns (``"warn"``). The step can find parameters of
             the modules in ``data_parallel`` and of the models that `for_model` and `Booster` get, not of other models.
-        sum_order: The order in which gradients are summed over micro-batches and data ranks. ``"any"``: the fastest order,
-            whose rounding depends on the number of data ranks. ``"fixed"``: a binary tree over all micro-batches of a
-            window. Weights are then bitwise equal on any number of data ranks D that run the same D * K micro-batches;
-            see the page "How to train bitwise equally on any number of data ranks". Needs ``accumulation_steps``.
+        sum_order: The order in which gradients are summed over micro-batches and data ranks. ``"any"`` (default): the
+            fastest order, whose rounding depends on the number of data ranks. ``"fixed"``: a binary tree over all
+            micro-batches of a window. Weights are then bitwise equal on any number of data ranks D that run the same
+            D * K micro-batches; see the page "How to train bitwise equally on any number of data ranks". Needs
+            ``accumulation_steps``.
 
     Raises:
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
@@ -198,9 +201,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _setup: Setup
     _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and its state
-    # `_bind` creates the following objects, and creates them again when param groups are added or refreshed:
-    _table: ParamTable
     _states: TransformChain
+    # The following objects are replaced or updated when param groups are added or refreshed:
+    _table: ParamTable
     _completion: GradientCompletion
     _clipping: GradientClipper
     _agreement: StepAgreement | None  # None on one rank
@@ -324,8 +327,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
             optimizer: As in the constructor.
             options: As in the constructor.
-        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if no mesh
-            exists of which all meshes are views.
+        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if there are no
+            axes of which the dims of all device meshes are products.
         Collectives: as the constructor, and one more object all-gather, except for a model that `from_pretrained` sharded.
         """
         registry, modules = registry_for(model), averaging_modules(model)
@@ -402,11 +405,17 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             TypeError: The loss is not a tensor, or the weight is neither a number nor a 0-dim tensor.
             ValueError: The window is full; only some micro-batches of a window have a weight; or a weight, given as a
                 number, is negative or not finite.
-            RuntimeError: Other code cleared gradients within the window or, with ``accumulation_steps``, called
-                ``loss.backward()`` within it; the gradients of the window are already clipped, or were already reduced
-                in an earlier backward of the window (``overlap=True``); an earlier backward of the window raised (call
-                `zero_grad`, which then abandons the window); the loss is a result of `scale_loss`; the call is within
-                `window`; or a CUDA graph captures the call and could not add ``weight``.
+            RuntimeError: One of these cases:
+
+                * Other code cleared gradients within the window or, with ``accumulation_steps``, called
+                  ``loss.backward()`` within it.
+                * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
+                  (``overlap=True``).
+                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are not cleared.
+                * An earlier backward of the window raised (call `zero_grad`, which then abandons the window), or any
+                  earlier backward raised within a `fully_shard` module.
+                * The loss is a result of `scale_loss`, or the call is within `window`.
+                * A CUDA graph captures the call and could not add ``weight``.
         Collectives: those in the backward of the model and of ``data_parallel``, those of ``Sharded(gradients=True)``, and
             those of ``overlap=True``.
         Host synchronization: none by this method.
@@ -493,14 +502,15 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of
                 an epoch. The gradient is the mean over these micro-batches. Default: False.
         Returns:
-            GradStats, with tensors on the device. None if the window has fewer than ``accumulation_steps`` micro-batches;
-            `step` then changes nothing.
+            GradStats, with tensors on the device. None if the window has fewer than ``accumulation_steps``
+            micro-batches or, with ``final=True``, no micro-batch; `step` then changes nothing.
         Raises:
             FloatingPointError: On every rank: the norm is non-finite and ``on_nonfinite="raise"``, or too many
                 consecutive steps were skipped for a non-finite norm; this error comes at most 16 steps late.
             ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late, but
                 at once with ``on_nonfinite="raise"``.
-            TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
+            TypeError: A gradient is complex or sparse; after the first step only the rank with the gradient raises. Or
+                on this rank: a ``"max_norm"`` of a param group is not a number.
             ValueError: A closure is given, a ``"max_norm"`` of a param group is invalid, or, on every rank, shards of a
                 parameter are replicas (see ``check_replicas``), or a check of the first step finds a wrong set-up, such
                 as a `DistributedDataParallel` around sharded parameters.
@@ -515,8 +525,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   weights that the step would overwrite (see `reload_from_model`).
                 * On every rank, with ``accumulation_steps``: there are non-zero gradients, but the window has no
                   micro-batch.
-                * On every rank: the gradients are not from `backward` or `window`. After the first step this is only
-                  detected with a loss scale. Such steps are skipped, and the error comes 16 steps late, but at once with
+                * On every rank, with a loss scale: the gradients are not from `backward` or `window`. Such a step is
+                  skipped. The error comes 16 steps late, but at once in the first step and with
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
                   differ in weights, clipping, hyper-parameters or frozen parameters; a parameter that is replicated over
@@ -604,8 +614,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _scale_of_scaler(self) -> Tensor | None:
         """Return the scale of a `GradScaler` that calls `step` and has not unscaled the gradients.
 
+        None: the scaler has unscaled the gradients.
+
         Raises:
-            RuntimeError: The scaler is torch's own, or it cannot access the stepped gradients.
+            RuntimeError: The scaler is torch's own or cannot access the stepped gradients, or the precision mode has a
+                loss scale too.
         """
         self._window.forget_gradients()  # the scaler may have unscaled the gradients in place
         if not hasattr(self, "overflow_is_agreed"):
@@ -864,11 +877,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
-        """Return the observers (`StepObserver`) whose methods each step calls, in the order of the calls."""
+        """Return the observers (`StepObserver`) whose methods each step calls, in the order of their addition."""
         return tuple(self._states.observers)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Add an observer, whose methods are called in every step from now on, after the methods of earlier observers.
+        """Add an observer, whose methods are called in every step from now on.
+
+        `local_grads` and `reduced_grads` are called after those of earlier observers. `update` encloses the `update` of
+        earlier observers.
 
         Raises:
             TypeError: ``observer`` is not a `StepObserver`.
@@ -938,7 +954,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
         initial state. An invalid value raises the error that the constructor would raise, and changes nothing.
 
-        Collectives: an object all-gather when a rule that is set first needs parameter names.
+        Collectives: none.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -1053,7 +1069,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def grad_sync(self) -> GradSyncController | None:
         """Return the controller of gradient reduction (``data_parallel``, ``overlap``, ``sum_order="fixed"``), or None.
 
-        Without a controller, `step` reduces the gradients.
+        Without a controller, `step` reduces the gradients, or `Sharded` with ``gradients=True`` during backward.
         """
         return self._switch
 
@@ -1081,7 +1097,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return [reason for reason in reasons if reason is not None]
 
     def not_local(self) -> list[str]:
-        """Return the reasons why, after backward, gradients are not the gradients of this data rank's own samples.
+        """Return the reasons why, after backward, gradients are not those of this data rank's own samples.
 
         Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets gradients
         that are already averaged, or partial. Each reason says what to change.

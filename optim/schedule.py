@@ -251,8 +251,8 @@ class Hold:
 #
 # The warm-up begins with the factor 1 / (W + 1), because a rate of 0 would waste the first step. It ends at t = W with
 # the factor 1. A rate is never above b. For polynomial and cosine with W < T, the rate is constant after T steps. A
-# warm-up may be as long as the run or longer (W >= T). Then polynomial and cosine end at t = W and have the floor as
-# rate from t = W + 1 on.
+# warm-up may be as long as the run or longer (W >= T). Then polynomial and cosine have the rate b at t = W, and the
+# floor from t = W + 1 on.
 
 
 def progress(step: int, total_steps: int, warmup_steps: int) -> float:

@@ -11,7 +11,7 @@ The micro-batches of a window are numbered over all data ranks: data rank r hold
 Two ranks with three micro-batches each, or six ranks with one each, compute the same additions with the same rounding.
 
 * Within a rank, two halves are added as soon as both are computed (`TreeSum.add`), so that a rank holds at most about
-  log2(K) partial sums.
+  2 log2(K) partial sums.
 * Between ranks, each rank receives one slice of all partial sums of all ranks (all-to-all), adds them in the order of the
   tree, and sends the result to all ranks (all-gather). With one partial sum per rank, each rank sends as many bytes as in
   a ring all-reduce.

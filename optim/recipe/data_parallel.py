@@ -230,8 +230,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
-        # Clear cached 8-bit weights. Their cache does not detect the broadcast, which increases no version counter.
-        forget_rounded()
+        forget_rounded()  # frees the cached 8-bit values of the overwritten weights
 
 
 # `align_replicas` is for replicas that have diverged.

@@ -475,8 +475,8 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
     """Return the rows of each param group for kernels on ``device``: cached rows if they can be reused, else new rows.
 
     New rows are stored in ``cache``, unless param groups hold only a bucket of the parameters (`by_bucket.holding`).
-    For new rows, missing states of parameters with a gradient are created: the step count is 0, and other states are
-    filled with `first_value`.
+    For new rows, missing states of parameters with a gradient or some state are created: the step count is 0, and other
+    states are filled with `first_value`.
 
     Args:
         optimizer: The optimizer.

@@ -40,7 +40,7 @@ def check_gradient_reduction(
         average_data: The argument ``average_data``: True if gradients must be averaged over data-parallel axes.
         overlap: True if this library must reduce gradients during backward.
         compression: The communication hook; None: gradients are reduced uncompressed.
-        bucket_bytes: Bytes per flat bucket; None: the default size.
+        bucket_bytes: Maximum bytes per flat bucket; None: the default size.
         sum_order: The order of sums over micro-batches and data ranks. Default "any".
         accumulation_steps: Number of micro-batches per window. None (default): the caller decides when to step.
     Raises:
@@ -82,7 +82,7 @@ def check_gradient_reduction(
 
 SumOrder = Literal["any", "fixed"]
 """The order of sums of gradients over micro-batches and data ranks. "any": the fastest order. "fixed": an order in which
-the sum does not depend on how samples are divided among micro-batches and data ranks."""
+the sum does not depend on how many data ranks share the micro-batches of a window."""
 
 
 def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
@@ -237,7 +237,7 @@ class FixedOrderSync(GradSyncController):
     It takes each micro-batch's gradients out of the parameters, and sets the sums at the end of the window.
 
     Args:
-        total: The sums of this rank's gradients.
+        total: Sums the gradients over the micro-batches of all data ranks.
     """
 
     def __init__(self, total: FixedOrderSum) -> None:
@@ -320,7 +320,7 @@ class TorchGradSync(GradSyncController):
 
         Raises:
             RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then no longer reduce
-                gradients, and leave some out.
+                all gradients.
         """
         if self._is_broken:
             raise RuntimeError(

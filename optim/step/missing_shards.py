@@ -30,7 +30,7 @@ class MissingShards:
 
     Args:
         table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
-        device: The device of the all-reduce that measures the gradient norm.
+        device: The device of the tensor in `field`.
     """
 
     def __init__(self, table: ParamTable, device: torch.device) -> None:

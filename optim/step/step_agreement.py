@@ -366,9 +366,9 @@ class StepAgreement:
 
     Attributes:
         sent: The values that the last result of `number` was computed from.
-        replicated: By the index of each trained parameter that is replicated over model axes over which its gradient is not
-            partial, these axes. Each of the ranks along them computes the whole gradient. Empty until `set_replicas` is
-            called.
+        replicated: A dict from the index of a trained parameter to the model axes larger than 1 over which it is
+            replicated and its gradient is not partial. Each rank along these axes computes the full gradient.
+            Parameters without such axes are not in the dict. Empty until `set_replicas` is called.
         used_clip: The compared clipping rules and thresholds.
     """
 

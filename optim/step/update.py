@@ -60,8 +60,8 @@ class UpdateEngine:
 
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
-    gradient to ``.grad``. The optimizers of `meshstep.optim.whole` scale copies of gradients. Other optimizers, and fused
-    optimizers with a float64 parameter, get gradients that are scaled in place in a separate pass.
+    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients. Gradients of
+    other optimizers, and of float64 parameters of fused optimizers, are scaled in place in a separate pass.
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.

@@ -68,7 +68,8 @@ is 1."""
 class HostDecision:
     """A copy of an `UpdateRequest`'s ``skip`` and ``factor`` on the CPU, for parameters that are stepped there.
 
-    The constructor starts the copy. A fused optimizer would also copy both tensors, but would not wait for the copy.
+    The constructor starts the copy. torch's fused optimizers would also copy both tensors to the CPU, but would read
+    the copies without waiting for them.
 
     Args:
         skip: 0-dim, on a CUDA device.

@@ -255,7 +255,7 @@ class Window:
         pending_clip: The clipping rule of an explicit clip before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.
-        has_stale_grads: True if the last window's gradients were reduced and are not cleared yet.
+        has_stale_grads: True from the reduction of a window's gradients until gradients are cleared.
         saw_grads: True after a backward has left a gradient on this rank, in this or an earlier window.
         divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
@@ -597,8 +597,7 @@ class Window:
                 raise RuntimeError(
                     f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
                     f"{index}, shape {tuple(params[index].shape)}), by a forward pass, module.zero_grad() or another "
-                    "optimizer: clear gradients only with zero_grad() of this optimizer, which keeps them until the "
-                    "window ends"
+                    "optimizer: clear gradients only with zero_grad() of this optimizer"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(

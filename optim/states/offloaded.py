@@ -271,7 +271,7 @@ class Offloaded(StatePlacement):
                 f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, between 0 and 1"
             )
         precision, switch = context.precision, context.data_parallel
-        if switch is not None and switch.is_ddp and precision.masters:
+        if switch is not None and not switch.float32_grads and precision.masters:
             raise ValueError(
                 f"Offloaded with precision={precision.name!r} needs float32 gradients, which DistributedDataParallel does "
                 "not make: leave data_parallel out, so that the optimizer averages over the data axes itself"

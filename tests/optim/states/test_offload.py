@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -248,6 +249,63 @@ def test_weights_written_with_offload_are_used_in_fp32_and_raise_in_bf16() -> No
         list(model.parameters())[-1].add_(1)
     with pytest.raises(RuntimeError, match="was changed since the last step"):
         steps(model, optimizer, range(1))
+
+
+class WithMainGrads(nn.Module):
+    """A module that accumulates gradients in ``param.main_grad``, as Megatron's `DistributedDataParallel` does."""
+
+    def __init__(self, module: nn.Module, float32: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.ddp_config = SimpleNamespace(
+            overlap_grad_reduce=False, grad_reduce_in_fp32=float32, use_distributed_optimizer=False
+        )
+        self.config = SimpleNamespace(calculate_per_token_loss=False)
+        self.bucket_groups: list[Any] = []
+        self.expert_parallel_bucket_groups: list[Any] = []
+        self.main_grads: list[Tensor] = []
+        for param in (param for param in module.parameters() if param.requires_grad):
+            main_grad = torch.zeros_like(param, dtype=torch.float32 if float32 else param.dtype)
+            param.main_grad = main_grad  # type: ignore[attr-defined]
+            self.main_grads.append(main_grad)
+            param.register_post_accumulate_grad_hook(self._accumulate)
+
+    @staticmethod
+    def _accumulate(param: Tensor) -> None:
+        assert param.grad is not None
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        param.grad = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x)
+        return y
+
+    def finish_grad_sync(self) -> None:
+        """Do nothing: there is one rank."""
+
+    def zero_grad_buffer(self) -> None:
+        for main_grad in self.main_grads:
+            main_grad.zero_()
+
+
+def build_in_megatron_ddp(mode: str, float32: bool = True, **options: Any) -> tuple[nn.Module, ParallelOptimizer]:
+    model = WithMainGrads(MODES[mode].prepare(Small()), float32)
+    optimizer, registry = make("adamw", model.parameters()), ProcessGroupRegistry(Topology())
+    return model, ParallelOptimizer(optimizer, registry, precision=MODES[mode], data_parallel=model, **options)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_offload_with_float32_gradients_of_megatron_matches_plain_steps(mode: str, fraction: float) -> None:
+    plain, optimizer = build_in_megatron_ddp(mode, max_norm=0.5)
+    model, offloading = build_in_megatron_ddp(mode, max_norm=0.5, states=Offloaded(fraction))
+    assert steps(model, offloading, range(4)) == steps(plain, optimizer, range(4))
+    assert_same(weights(model), weights(plain))
+
+
+def test_offload_of_masters_rejects_half_precision_gradients_of_megatron_ddp() -> None:
+    with pytest.raises(ValueError, match="needs float32 gradients, which DistributedDataParallel does not make"):
+        build_in_megatron_ddp("bf16", float32=False, states=Offloaded())
 
 
 def test_offload_rejects_fraction_outside_0_to_1() -> None:

@@ -470,8 +470,8 @@ class PieceStates:
         fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
 
         Raises:
-            ValueError: The shard combines saved shards with different states, and one of them has no step count, or the
-                difference is in a state that is neither a number nor a tensor.
+            ValueError: The shard combines saved shards with different numbers, and one of them has no step count, or
+                the difference is in a state that is neither a number nor a tensor.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -535,7 +535,8 @@ def _name(tensor: Tensor) -> str:
 # Contents -------------------------------------------------------------------------------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
-# Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. Loading makes them for the new layout.
+# Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. They are not saved, except for
+# master weights, which are saved as full tensors. When a checkpoint is loaded, the optimizer keeps its other entries.
 LAYOUT = ("masters", "shards", "dtypes")
 
 
@@ -576,7 +577,7 @@ class Stepped(NamedTuple):
 
     Args:
         param: The model parameter.
-        tensor: The stepped tensor: ``param``, a shard of it, or the float32 master weight of one of these.
+        tensor: The stepped tensor: ``param``, a shard of it, an offloaded copy, or the float32 master weight of these.
         name: The logical name of the parameter, which is in the keys of the checkpoint.
         region: The region of the full tensor that ``tensor`` holds.
         whole: The full-tensor optimizer that steps ``tensor``; some of its states belong to the full tensor. None:
@@ -811,8 +812,8 @@ class SharedRecord:
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
             # A torch optimizer needs at least one param group, so a rank without parameters of the group may have the
-            # group with an empty list. The hyper-parameters of this rank are left out, unless the group is empty on all
-            # ranks.
+            # group with an empty list. The hyper-parameters of such a rank are left out, unless the group is empty on
+            # all ranks.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,

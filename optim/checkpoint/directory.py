@@ -41,7 +41,7 @@ from ..parallel_optimizer import ParallelOptimizer
 
 BLOCK = 2**20
 EARLIER = "load an earlier checkpoint (save_checkpoint(..., keep=2) keeps one)"
-_KEPT = 4  # number of cached blocks per open file; torch.load jumps between the end and the beginning of a zip file
+_KEPT = 4  # number of cached blocks per open file; consecutive reads often need parts of the same block
 
 
 class FileRecord(NamedTuple):

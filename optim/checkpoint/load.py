@@ -70,8 +70,8 @@ class Restoration:
     """CPU memory for the data of a checkpoint that this rank needs.
 
     The constructor compares the checkpoint with the model and the optimizer, and allocates `tensors`. It changes
-    neither of them. After `Reader.read` has filled `tensors`, `state_dict` returns the saved state for the optimizer,
-    and `write_model` copies the saved values into the model.
+    neither of them. `state_dict` returns the saved state for the optimizer; its tensors share memory with `tensors`,
+    which `Reader.read` fills. Then `write_model` copies the saved values into the model.
 
     Args:
         parameters: The model's parameters and buffers.
@@ -122,9 +122,11 @@ class Restoration:
 
     def _check_names(self, parameters: LogicalParameters) -> None:
         saved = {parse_key(key)[-1] for key in self._stored if key.startswith("model/")}
-        kind = "trainable parameters" if parameters.trainable_only else "parameters"
-        _check_same(kind, saved, set(parameters.names), "in the model")
-        _check_same("buffers", set(self._shared.buffers), parameters.buffer_names, "in the model")
+        kind, advice = "parameters", "build the model that was saved"
+        if parameters.trainable_only:
+            kind, advice = "trainable parameters", f"{advice}, and freeze the parameters that were frozen then"
+        _check_same(kind, saved, set(parameters.names), "in the model", advice)
+        _check_same("buffers", set(self._shared.buffers), parameters.buffer_names, "in the model", advice)
 
     def _check_groups(self, groups: Sequence[Iterable[str]]) -> None:
         if len(groups) != len(self._shared.groups):
@@ -133,7 +135,8 @@ class Restoration:
                 "param groups that were saved"
             )
         for index, ((names, _), now) in enumerate(zip(self._shared.groups, groups, strict=True)):
-            _check_same("parameters", set(names), set(now), f"in param group {index}")
+            where, advice = f"in param group {index}", "build the param groups that were saved"
+            _check_same("parameters", set(names), set(now), where, advice)
 
     def _check_states(self, own: OptimizerState) -> None:
         """Raise ValueError if index and record of the checkpoint list different states, or if a step count is missing."""
@@ -297,14 +300,11 @@ def _rebuild_weights(
     return own | {key: portable[key] for key in weights if key in portable}
 
 
-def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
+def _check_same(kind: str, saved: set[str], now: set[str], where: str, advice: str) -> None:
     if saved != now:
         parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
         parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
-        advice = ", and freeze the parameters that were frozen then" if kind.startswith("trainable") else ""
-        raise ValueError(
-            f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; build the model that was saved{advice}"
-        )
+        raise ValueError(f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; {advice}")
 
 
 # Load -----------------------------------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ def load_checkpoint(
     sharded in another way, the saved full tensors are resharded. Then training continues with these differences:
 
     * On another mesh, random number generators keep their current states.
-    * Undeclared buffers that differed between data-parallel ranks, such as batch norm statistics, come from data
-      coordinate 0, as in `DistributedDataParallel`.
+    * Undeclared buffers that differed between data-parallel ranks, such as batch norm statistics, come from coordinate
+      0 of each data axis that this mesh does not have with the same size.
     * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step
       count. Elements without optimizer state get initial values. A warning names such parameters.
 

@@ -1,5 +1,6 @@
 """Save a training run so that it survives a crash at any moment, and continue it on the same mesh or on another one.
 
+    first = 0
     if newest_checkpoint(path):
         extra = load_checkpoint(path, model, optimizer, lr_scheduler=schedule)
         first = extra["step"]

@@ -405,7 +405,11 @@ class TorchStates(torch.optim.Optimizer):
                 if not isinstance(value, Tensor) or _is_number(key, value, piece.tensor):
                     kept = value.double().item() if isinstance(value, Tensor) else value
                     if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
-                        raise ValueError(f"{key} of {item.entry.name} differs between shards: use save_checkpoint")
+                        first = numbers[item.entry.name][key]
+                        raise ValueError(
+                            f"{key} of {item.entry.name} is {first} for one shard and {kept} for another shard of this "
+                            "rank, but it must be one number for the full parameter: use meshstep.optim.save_checkpoint"
+                        )
                 elif value.shape != piece.tensor.shape:
                     raise ValueError(
                         f"{key} of {item.entry.name} has shape {tuple(value.shape)}, but the parameter has shape "
@@ -468,7 +472,7 @@ class TorchStates(torch.optim.Optimizer):
         try:
             rest = _with_numbers(self._rest(), numbers)
             return rest if clip is None else {**rest, "clip": json.loads(clip)}
-        except (TypeError, OverflowError, RecursionError, RuntimeError) as problem:
+        except (TypeError, OverflowError, RecursionError, RuntimeError, json.JSONDecodeError) as problem:
             raise ValueError(
                 f"the state has a wrong number or text ({problem}); give the result of state_dict()"
             ) from None

@@ -142,10 +142,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = audit.add_argument
     add("build", metavar="SCRIPT:BUILD", help="a file or module, and its function: registry -> (model, loss_fn)")
-    add("--topology", required=True, metavar="AXIS=SIZE,...", help="process axes, slowest first")
-    add("--infer", action="store_true", help="print rules for declare(), found without the declared ones")
+    add("--topology", required=True, metavar="AXIS=SIZE,...", help="mesh axes, slowest first")
+    add("--infer", action="store_true", help="print specs for declare(), found without the declared specs")
     add("--json", action="store_true", help="print JSON")
-    add("--max-parameters", type=int, metavar="N", help="check at most N parameters, spread evenly over the model")
+    add(
+        "--max-parameters",
+        type=int,
+        metavar="N",
+        help="check at most N parameters, spread evenly; not used with --infer",
+    )
     add(
         "--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; needed for DTensors"
     )
@@ -185,7 +190,8 @@ def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
     """Import the script of ``SCRIPT:BUILD`` as a module, and return its function BUILD.
 
     Raises:
-        ValueError: There is no such script, it can't be imported, or it has no such function.
+        ValueError: ``build`` is not SCRIPT:BUILD, there is no such script, it can't be imported, or it has no such
+            function.
     """
     script, colon, name = build.rpartition(":")
     if not colon or not script or not name:

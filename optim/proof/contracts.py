@@ -479,7 +479,7 @@ def cutting_axes(known: KnownParameter, contract: GradientContract, topology: To
 def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
     """Yield each (axis, other axis) for which only ranks with equal coordinates along both axes hold the parameter.
 
-    Along ``axis``, the owner is then the rank whose coordinate is its coordinate along the other axis.
+    The owner along ``axis`` is then the rank whose coordinate there equals its coordinate along the other axis.
     """
     done: set[str] = set()
     cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]
@@ -546,7 +546,8 @@ def candidates(
         known: The parameter.
         topology: The mesh.
         split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
-            equal, it may be sharded or replicated. Along these axes, sharded is then more likely.
+            equal, it may be sharded or replicated. Along these axes, sharded is then more likely; along all axes, if
+            the parameter's full shape is known.
         first: A contract that is yielded first, even if the values do not allow it. None: no such contract.
     """
     if first is not None:

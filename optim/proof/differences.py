@@ -91,7 +91,7 @@ class Objective:
 
         Raises:
             ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or returned a tensor
-                with more than one element. A rank whose ``loss_fn`` raised raises this error.
+                that does not have exactly one element. A rank whose ``loss_fn`` raised raises the same error.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -210,8 +210,9 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
 
     Inside the context, the model's tensors in float32, bfloat16 and float16 are float64, and have no gradients at
-    first. Arguments of torch functions in these dtypes are converted to float64, except those of in-place functions. So
-    casts to a lower dtype have no effect. If the model has no tensor in these dtypes, the context does nothing.
+    first. torch's default dtype is float64. Arguments of torch functions in the lower dtypes are converted to float64,
+    except those of in-place functions. So casts to a lower dtype have no effect. If the model has no tensor in the
+    lower dtypes, the context does nothing.
 
     Raises:
         TypeError: A parameter or buffer is a DTensor in float32, bfloat16 or float16.

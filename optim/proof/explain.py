@@ -77,7 +77,7 @@ class ForwardRecord:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record a hash of every module's input and output in `hashes`, for forwards inside the context."""
+        """Record a hash of every submodule's input and output in `hashes`, for forwards inside the context."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
@@ -231,8 +231,8 @@ class Probe:
         """Return the most reliable central difference; None if all are lost in rounding.
 
         It is the first difference with a small rounding error that agrees with an earlier difference. If there is none,
-        it is the difference with the smallest step among those with a small rounding error, because a small step
-        contains the fewest kinks of the loss.
+        it is the difference with the smallest step, because a small step contains the fewest kinks of the loss. This
+        one is chosen among the differences with a small rounding error, or among all if none has one.
         """
         usable: list[DifferenceQuotient] = []
         for one in self.differences():

@@ -98,8 +98,9 @@ class Proof:
         where: Text about the module with a wrong backward, or about the place in forward where ranks begin to differ.
             None if no place was found.
         forwards: Number of forwards of the model that ran.
-        hints: Texts about values that make no gradient wrong, but suggest another declaration: different pipeline
-            stages have parameters with equal values, which may be one tied parameter. Default: no hints.
+        hints: Texts about values that make no gradient wrong, but suggest another declaration. Either different
+            pipeline stages have parameters with equal values, which may be one tied parameter. Or, in `infer`, shards
+            are nearly equal, which may be replicas that diverged. Default: no hints.
     """
 
     proved: tuple[str, ...]
@@ -536,7 +537,10 @@ def examine(
 
 
 class _Examination:
-    """One run of the checks of `prove` or `infer`: forward and backward in the constructor, all others in `run`."""
+    """One run of the checks of `prove` or `infer`.
+
+    The constructor runs one forward and backward; `run` runs all other forwards.
+    """
 
     def __init__(
         self,

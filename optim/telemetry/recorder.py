@@ -216,8 +216,8 @@ class Recorder(StepObserver):
         check_every(self.every, f"every={self.every!r}")
         if accumulation_dtype(self.optimizer.device) != torch.float64:
             raise ValueError(
-                f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a CPU "
-                "or a CUDA device"
+                f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a "
+                "CPU or a CUDA device"
             )
 
     def _plan_anew(self) -> None:

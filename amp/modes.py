@@ -5,8 +5,8 @@ A mode determines which tensors of a model are cast, which stay float32, and whe
 A mode is a small frozen object without state. It prepares a model in place: parameters stay the same objects and keep
 their declared layouts. Modules keep their classes (except linear layers under `Fp8`) and their state-dict keys.
 
-A model that was built in half precision is cast like any other model. Its float32 parameters or master weights then
-start with exactly the values of the half-precision weights.
+A model that was built in half precision is cast like any other model. A cast to float32 is exact. Master weights start
+with the values of the cast parameters, which are rounded if the mode casts from one half-precision dtype to the other.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class ClipState:
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> ClipResult:
-        """Return the result of the rule in one step. Missing state tensors are created; `remember` updates them.
+        """Return the result of the rule in one step. Create missing state tensors; call `remember` to update them.
 
         Args:
             norms: The norms of the gradients without the loss scale.
@@ -406,8 +406,8 @@ class ClipState:
         """Replace the state by ``saved``, the result of `state_dict` on this or another mesh or layout.
 
         For a rule without state, nothing is loaded. If ``saved`` is None, belongs to another rule, or has other state
-        names or lengths, this method warns, and the state starts from its initial values. It also warns if a logical
-        parameter has no saved value; the state of this parameter starts from its initial value.
+        names or lengths, this method warns, and the state starts from its initial values. It also warns if a parameter in
+        `names` has no saved value; the state of this parameter starts from its initial value.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.

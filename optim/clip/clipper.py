@@ -58,8 +58,8 @@ class SkipVote:
     def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Call ``commit``, and return this rank's votes as fields of a `PackedSum`.
 
-        The field ``"veto"`` is 1 to skip the step. If a periodic comparison of replicas is due, each of its checks has
-        a field ``"fingerprints 0"``, ``"fingerprints 1"``.
+        With ``commit``, the field ``"veto"`` is 1 to skip the step, else 0. If a periodic comparison of replicas is due,
+        each `ReplicaCheck` of ``watch`` has a field: ``"fingerprints 0"``, ``"fingerprints 1"``.
 
         Args:
             gradients: One gradient, or None, per entry of the plan.
@@ -322,7 +322,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """A description of the norms that a clipping rule needs. The fields are attributes of `Clip` with the same names."""
+    """A description of the norms that a clipping rule needs. The fields mean the same as the attributes of `Clip`."""
 
     norm_type: float
     level: Level = "total"

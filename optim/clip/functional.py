@@ -510,6 +510,12 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
 
 
 def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
+    """Return the norms of the gradients, by the cached `GlobalNorm` if the same list was measured before.
+
+    If ranks have not compared their declarations with this registry, or with "per_group", they compare them first.
+
+    Raises: As `agreed`, if ranks compare; else as `check_gradients` and `OneShotParams.plan`, on this rank only.
+    """
     state = _CACHES.setdefault(registry, _RegistryCache())
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
 
@@ -548,7 +554,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
 
 
 class _CachedNorm(NamedTuple):
-    """The `GlobalNorm` of a list of parameters, with the annotations, whose ids in the cache key must stay valid."""
+    """The `GlobalNorm` of a list of parameters. It keeps the annotations alive, because their ids are in the cache key."""
 
     norm: GlobalNorm
     pending: Pending

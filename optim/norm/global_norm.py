@@ -194,6 +194,14 @@ class GlobalNorm:
         return powers[self._constants(("place", *order), partial(_invert_permutation, order), torch.int64, device)]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the powers of the full model (norms for p >= `HIGH`), and the sum of ``extra``, from one collective.
+
+        Args:
+            powers: The powers of this rank's gradients, not divided by replication factors.
+            present: The index of the plan entry of each power.
+            extra: The argument of `__call__`.
+            more: This rank's powers of units and weights.
+        """
         slots = [*self._local_slots(self._divide_by_replicas(powers, present), present), *more]
         if self._world is None:
             return slots[0] if len(slots) == 1 else torch.cat(slots), extra
@@ -206,6 +214,7 @@ class GlobalNorm:
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same as `_packed`, from one collective per norm bucket and one over all ranks."""
         plan = self.plan
         total = powers.new_zeros(self._slots)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
@@ -227,8 +236,9 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return this rank's first parts of the packed vector: one power per param group; with ``per_parameter``, also
-        one power per logical parameter.
+        """Return this rank's power per param group and, with ``per_parameter``, its power per logical parameter.
+
+        They are the first parts of the packed vector.
 
         Args:
             powers: The powers of this rank's gradients; for p >= `HIGH`, norms.

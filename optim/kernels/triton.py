@@ -246,7 +246,7 @@ def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
 
 
 def _are_aligned(addresses: array[int], size: int) -> bool:
-    """Return True if all addresses are multiples of ``size``, a power of two.
+    """Return True if all addresses are multiples of ``size``, a power of two up to 256.
 
     Only the lowest byte of each address is read, because many addresses are checked in each step.
     """

@@ -41,7 +41,7 @@ def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
 @triton.jit
 def add_powers(total: tl.tensor, values: tl.tensor, DTYPE: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
     """Return ``total`` plus |x|^p of the loaded ``values``; for POWER 0 (p = inf) the larger of the two."""
-    if DTYPE == 2:  # the upper half of a float32
+    if DTYPE == 2:  # bfloat16 is the upper half of a float32
         values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     values = values.to(tl.float64)
     if POWER == 0:
@@ -102,7 +102,7 @@ def powers_of_chunks(
     body = tl.multiple_of(elements + head, VECTOR)
     lanes = tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.int64 if POWER == 0 else tl.float64)
-    if head > 0:  # the last lanes
+    if head > 0:  # the elements before ``body`` go to the last lanes
         at = lanes - (BLOCK - head)
         total = add_powers(total, tl.load(elements + at, mask=(at >= 0) & (at < count), other=0), DTYPE, POWER)
     rest = count - head

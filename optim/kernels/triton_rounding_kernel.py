@@ -38,7 +38,7 @@ def round_block(
 
     Args:
         source, target: Pointers to the first element of the block.
-        left: Number of elements from there to the end of the tensor.
+        left: Number of elements from there to the end of the chunk.
         key: Key of the noise.
         counter: First word of the counters, [LANES].
         number, low, high: The other words.

@@ -174,7 +174,7 @@ class PlacementContext:
         averages_data: True (default) if meshstep averages gradients over the data axes. False if other code averages
             them, and with ``sum_order="fixed"``, which sums them.
         data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
-        overlap: True if gradients are reduced during backward. Default False.
+        overlap: The argument ``overlap`` of `ParallelOptimizer`. Default False.
         placements: All state placements of the optimizer. Default: none.
         tree: With ``sum_order="fixed"``, the data ranks that sum gradients. None (default): ``sum_order="any"``.
     """
@@ -533,9 +533,8 @@ class StepObserver:
                 self.seconds = time.perf_counter() - start
 
     Subclasses override the methods that they need. In each step the optimizer calls `local_grads`, `reduced_grads` and
-    `update` on every rank, in this order; a step that raises an error may omit the later calls, on all ranks alike. An
-    observer that was added on all ranks may therefore use collectives. It must not change gradients, weights or the
-    request.
+    `update` on every rank, in this order. So an observer that was added on all ranks may use collectives. A step that
+    raises an error may omit the later calls. An observer must not change gradients, weights or the request.
     """
 
     def not_captured(self) -> str | None:

@@ -100,8 +100,8 @@ class GradientCompletion:
 
         Args:
             window: The accumulation window that ends.
-            switch: The controller of gradient reduction by torch's or Megatron's data parallelism, or of reduction
-                during backward; None: there is none.
+            switch: The controller of gradient reduction with ``data_parallel``, ``overlap=True`` or
+                ``sum_order="fixed"``; None: there is none.
         Returns:
             An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:

@@ -89,7 +89,7 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
 # Many tensors with few kernels, as on a GPU ---------------------------------------------------------------------------
 
 # Tensors of equal layouts (`WholeTensors.alike`) are stacked. Their rows and columns are summed by one kernel each.
-# Full-size temporary tensors are computed for a `Chunk` of tensors at a time, and again where they are needed again.
+# Full-size temporary tensors are computed for one `Chunk` of tensors at a time, and recomputed instead of kept.
 
 
 class FactoredOptimizer(WholeOptimizer):

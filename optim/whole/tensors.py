@@ -561,7 +561,7 @@ class WholeTensors:
         return results
 
     def local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return this rank's part of a sum of `sums`."""
+        """Return this rank's part of one of the sums that `sums` returns, in the same shape, for one `Request`."""
         shape, canonical_boxes = self.tensors[position].shape, self._canonical_boxes[position]
         whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
         if canonical_boxes is None:
@@ -591,10 +591,11 @@ class WholeTensors:
         return found
 
     def alike(self, positions: Iterable[int]) -> list[list[int]]:
-        """Return the positions in lists of equal layouts, each of at most `batching.CHUNK` elements or one position.
+        """Return the positions in lists. The tensors of a list have equal layouts.
 
-        If every rank that steps a full tensor holds all of it, then these ranks find the same list for it. So a sum over
-        a stack of the list's tensors is bitwise identical on these ranks, in any order of summation.
+        They also have at most `batching.CHUNK` elements together, unless the list has one position. If every rank that
+        steps a full tensor holds all of it, then these ranks find the same list for it. So a kernel that sums over a
+        stack of the list's tensors gives bitwise identical results on these ranks.
         """
         by_layout = grouped(positions, lambda position: self._layouts[position])
         lists = [sorted(own, key=lambda position: self.tensors[position].name) for own in by_layout.values()]

@@ -127,12 +127,15 @@ class Setup:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
-        """Remove the frozen parameters without a spec from ``groups``, (name, parameter) pairs per param group.
+        """Return ``groups`` without the frozen parameters that have no spec, and a list of these parameters.
 
         The optimizer leaves such parameters out, so a frozen model needs no declarations. Collectives: none.
 
+        Args:
+            groups: (name, parameter) pairs for each param group. It is not changed.
         Returns:
-            New param groups, and the (name, parameter) pairs of the removed parameters.
+            New param groups, and the (name, parameter) pairs of the parameters that are left out. A parameter without a
+            name is described by its shape.
         """
         left_out = frozen_without_spec(groups, self.registry.topology, compared=bool(self.check_replicas))
         kept = [[pair for pair in group if id(pair[1]) not in left_out] for group in groups]
@@ -458,7 +461,7 @@ class Setup:
     ) -> GradientCompletion:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
-        With ``overlap`` it also has the buckets that are reduced during backward; pass it to `switch` for these.
+        With ``overlap`` it also has the buckets that are reduced during backward; `switch` returns their controller.
 
         Args:
             table: The stepped tensors.

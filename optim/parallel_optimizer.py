@@ -189,8 +189,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             optimizer is then unchanged. If ``registry`` is not a `ProcessGroupRegistry`, only this rank raises
             TypeError.
     Collectives: object all-gathers in the constructor, in the first and the 16th step and, with master weights or other
-        copies of weights, in the second step. With default arguments, a step has one all-reduce per gradient bucket and
-        one for the norm.
+        copies of weights, in the second step. `add_param_group` and `refresh` also have object all-gathers, and steps
+        are then counted again from 1. With default arguments, a step has one all-reduce per gradient bucket and one for
+        the norm.
     Host synchronization: in a step none, except for options above that need it, and in steps with an object all-gather.
     """
 
@@ -411,7 +412,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``loss.backward()`` within it.
                 * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
                   (``overlap=True``).
-                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are not cleared.
+                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are still set.
                 * An earlier backward of the window raised (call `zero_grad`, which then abandons the window), or any
                   earlier backward raised within a `fully_shard` module.
                 * The loss is a result of `scale_loss`, or the call is within `window`.

@@ -337,8 +337,8 @@ class WarmupLR(LRScheduler):
         """
         if self.optimizer is not optimizer and self.optimizer is not optimizer.optimizer:
             raise ValueError(
-                f"the schedule was created with another {type(self.optimizer).__name__}; give the ParallelOptimizer that "
-                "wraps that one"
+                f"the schedule was created with another {type(self.optimizer).__name__} than the one that this "
+                "ParallelOptimizer wraps; give the ParallelOptimizer that wraps the optimizer of the schedule"
             )
         self._watched = optimizer
         self._hold = Hold(optimizer, weakly(self._advance), weakly(self._take_back), hold_on_skip=self.hold_on_skip)

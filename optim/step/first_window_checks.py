@@ -1,4 +1,4 @@
-"""Checks that all ranks run together in the first accumulation windows.
+"""Checks that all ranks run together in the first accumulation windows, and again after param groups were changed.
 
 They find missing gradients, gradients of an unscaled loss, weights that the step would overwrite, and parameters that
 the loss does not use.
@@ -285,7 +285,9 @@ WINDOWS = 16  # number of checked windows; an expert may get no tokens in a sing
 
 
 class UnusedParameters:
-    """A check for parameters that have no gradient on any rank in the first `WINDOWS` windows. It warns once, on rank 0.
+    """A check for parameters that have no gradient on any rank in `WINDOWS` windows. It warns once, on rank 0.
+
+    The windows are the first ones after the optimizer was made, or after param groups were added or refreshed.
 
     Args:
         params: The model's parameters, in the order of the plan's entries.
@@ -357,7 +359,7 @@ class UnusedParameters:
         unused = [names[0] for key, names in counted.items() if len(names) == holding[key]]
         if unused and self.registry.global_rank == 0:
             warnings.warn(
-                f"in the first {WINDOWS} steps no rank had a gradient for {some(unused)}: the optimizer does not train "
+                f"in {WINDOWS} steps no rank had a gradient for {some(unused)}: the optimizer does not train "
                 "them. If a module or parameter was replaced after the optimizer was made, as by model.head = ..., the "
                 "optimizer still has the old parameters: replace it before you make the optimizer, or add the new "
                 "parameters with add_param_group. Call requires_grad_(False) on parameters that the loss does not use, "

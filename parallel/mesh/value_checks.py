@@ -1,4 +1,4 @@
-"""Checks of plain values from a file, a state dict or an argument: numbers, strings, and containers of them."""
+"""Checks of values from a file, a state dict or an argument: numbers, strings, tensors, and containers of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 MAX_COUNT = 2**53
 """Largest valid count: float64 represents every integer from 0 to 2^53 exactly."""
+
+_A_NUMBER = "a number in the range of float64 that is not NaN"
 
 Check = Callable[[object, str], None]
 """A function ``check(value, field)``. If ``value`` is not valid, it raises a ValueError that contains ``field``."""
@@ -36,7 +38,7 @@ def check_count(value: object, field: str) -> None:
 def check_number(value: object, field: str) -> None:
     """Raise ValueError unless ``value`` is an int in the range of float64, or a float that is not NaN."""
     if not is_number(value):
-        raise wrong(field, value, "a number that is not NaN")
+        raise wrong(field, value, _A_NUMBER)
 
 
 def is_number(value: object) -> bool:
@@ -173,7 +175,7 @@ def check_like(value: object, like: object, field: str) -> None:
     elif isinstance(like, (int, float)) or (isinstance(like, Tensor) and like.numel() == 1):
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not is_number(number) and not (_is_nan(number) and _is_nan(like)):
-            raise wrong(field, value, "a number that is not NaN")
+            raise wrong(field, value, _A_NUMBER)
     elif isinstance(like, str):
         check_text(value, field)
     elif isinstance(like, Tensor):
@@ -212,7 +214,8 @@ def _check_plain(value: object, field: str) -> None:
 
 
 def _is_nan(value: Any) -> bool:
-    return isinstance(value, (float, Tensor)) and bool(value != value)
+    is_single = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return is_single and bool(value != value)
 
 
 def _shown(value: object) -> str:

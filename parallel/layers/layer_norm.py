@@ -53,6 +53,7 @@ class SplitLayerNorm(nn.Module):
         super().__init__()
         self.features, self.eps, self.registry = features, eps, registry
         name = type(self).__name__
+        registry.size(*batch_axes)  # raises if an axis is unknown; otherwise only backward would raise
         self._over_features = Over(registry, (feature_axis,), call=name)
         self._over_batch = Over(registry, batch_axes, call=name)
         spec = P(feature_axis, partial=partial)

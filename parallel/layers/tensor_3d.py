@@ -185,6 +185,7 @@ class DiagonalTable(nn.Module):
         super().__init__()
         self.registry, self.input, self.weight_axis, self.output = registry, input, weight, output
         self.rows, self.features = full.shape
+        registry.size(weight)  # raises if the axis is unknown; otherwise only ranks that store a shard would raise
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
         # A buffer, because module.to() moves and casts buffers.

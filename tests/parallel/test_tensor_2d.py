@@ -474,6 +474,8 @@ def rejected() -> None:
             Linear2D(4, 4, registry)(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"no elements of dim 0 .* sharded over col=2 as"):
             LayerNorm2D(1, registry)
+        with pytest.raises(ValueError, match="unknown axis 'rows'; did you mean 'row'"):
+            LayerNorm2D(4, registry, row="rows")
         with pytest.raises(ValueError, match=r"has shape \(3, 4\), but its last dim must be 2"):
             LayerNorm2D(4, registry)(torch.zeros(3, 4))
         logits, target = torch.zeros(3, 5 - 3 * registry.coordinate["col"]), torch.zeros(3, dtype=torch.long)

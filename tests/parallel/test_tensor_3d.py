@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from dense import assert_layer_is_dense, assert_near, collectives, full_grad
@@ -223,6 +225,9 @@ def rejected() -> None:
             Classifier3D(8, 4, registry)
         with pytest.raises(ValueError, match="the last rank would get no elements"):
             LayerNorm3D(1, registry)
+        for create in (LayerNorm3D, partial(Embedding3D, 8), partial(Classifier3D, 8)):
+            with pytest.raises(ValueError, match="unknown axis 'weights'; did you mean 'weight'"):
+                create(8, registry, weight="weights")
 
 
 def test_3d_layers_reject_bad_input_on_every_rank(world: World) -> None:

@@ -171,12 +171,14 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 def _groups(topology: Topology, rank: int | None) -> list[str]:
     """Return the lines of the table of groups.
 
-    The table has a header, one line per axis with the aliases of this single axis, and one line per alias of several
-    axes. Further lines are for all data axes together, for all model axes together, and for all pipeline and model axes
-    together.
+    The table has a header, one line per axis with the aliases of this single axis, and one line per set of axes that has
+    an alias, with all its aliases. Further lines are for all data axes together, for all model axes together, and for all
+    pipeline and model axes together.
     """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
-    sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
+    for alias, atoms in topology.aliases.items():
+        if len(atoms) > 1:
+            sets[atoms] = f"{alias} = {sets.get(atoms, ' x '.join(atoms))}"
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
     if topology.pipe_axes and topology.model_axes:
         together.append(tuple(axis for axis in topology.axes if axis not in topology.data_axes))

@@ -104,6 +104,12 @@ def test_invalid_aliases_raise_errors_with_advice(call: Callable[[], object], me
         call()
 
 
+def test_topology_table_lists_all_aliases_of_the_same_axes() -> None:
+    table = Topology(x=2, y=2, aliases={"a": ("x", "y"), "b": ("x", "y"), "c": ("x",)}).table()
+    assert "\nx = c " in table
+    assert "\nb = a = x x y " in table
+
+
 def test_topology_command_lists_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     main(["edp=2", "mid=2", "tensor=2", "data=edp+mid", "expert=mid+tensor"])
     lines = capsys.readouterr().out.splitlines()

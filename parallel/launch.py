@@ -44,8 +44,8 @@ from .mesh.registry import order_launches
 # the same port.
 #
 # Variables of several launchers may be set, for example if torchrun runs in a Slurm job. The first launcher in the
-# table whose variables are complete is used. Processes that mpirun starts in a Slurm job inherit Slurm's variables,
-# which describe mpirun itself. Slurm's variables are therefore ignored if mpirun started the process.
+# table whose variables are complete is used. Processes that mpirun starts in a Slurm job inherit Slurm's variables of
+# the rank and the world size, which describe mpirun itself. They are therefore ignored if mpirun started the process.
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "mvapich", "slurm", "none"]
 
@@ -97,7 +97,7 @@ class LaunchEnvironment:
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
     """Return the rank, the world size and the address of rank 0, as read from a launcher's environment variables.
 
-    If no variables of a launcher are set, the result describes one process.
+    If ``launcher`` is None, and no variables of a launcher are set, the result describes one process.
 
     Args:
         environ: The environment variables.
@@ -317,7 +317,7 @@ class Launch:
         backend: Backend of the default process group.
         launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"mvapich"``, ``"slurm"``, or ``"none"`` for one process
             without a launcher. ``"other"``: the default group existed before the call of `init_distributed`, and its
-            rank and size differ from those in the environment variables.
+            rank or its size differs from the environment variables.
     """
 
     rank: int
@@ -343,8 +343,8 @@ def init_distributed(
     returns its description and changes nothing.
 
     Args:
-        backend: Name of a backend, as in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else
-            gloo.
+        backend: Name of a backend, as in `torch.distributed.init_process_group`. None: NCCL if CUDA and NCCL are
+            available, else gloo.
         timeout: Timeout of this call, of collectives on the default group, and of collectives on groups of registries that
             are created without ``timeout=``. If a rank stops, the other ranks raise an error after this time. It must
             therefore exceed the longest time for which ranks wait while another rank works. None: torch's default, 30
@@ -353,8 +353,9 @@ def init_distributed(
             None: use the first of torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
 
     Raises:
-        RuntimeError: Variables are missing or have incorrect values (the message names them); the ranks do not connect
-            within the timeout; or NCCL is used, and no CUDA device has the index of the local rank.
+        RuntimeError: Variables are missing, have incorrect values, or are set by a launcher that is not supported (the
+            message names them); the ranks do not connect within the timeout; or NCCL is used, and no CUDA device has
+            the index of the local rank.
         ValueError: ``launcher`` is unknown.
 
     Collectives: the rendezvous of the default group, and with NCCL the creation of its communicator.

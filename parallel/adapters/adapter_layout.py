@@ -13,6 +13,8 @@ scattered or gathered too where the base layer does so:
     vocabulary-parallel   P(None, axis)          `reduce_from`                    P()
     2-D                   P(None, col,           `reduce_from`, then `copy_to`,   P(col, partial=row)
                             partial=row)         over col
+    ... embedding         P(None, row)           reduce-scatter over row,         P(col, partial=row)
+                                                 `copy_to` over col
     3-D                   P(None, output,        all-gather over input,           P(input, partial=(weight, output))
                             partial=(weight,     reduce-scatter over output
                             input))
@@ -129,7 +131,7 @@ class AdapterLayout:
         return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
-        """Return the shard of a dim that the axes divide evenly, slowest axis first."""
+        """Return (dim, full length, spans on this rank) of an input dim that ``axes``, slowest first, shard evenly."""
         length, index = input.size(dim), 0
         for axis in axes:
             index = index * self.registry.size(axis) + self.registry.coordinate[axis]
@@ -494,7 +496,10 @@ def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer"
 
 
 def without_axes(spec: P, axes: Iterable[str]) -> P:
-    """Return the spec without ``axes``, and without owned and tied axes: each stage has an adapter of its own."""
+    """Return the spec in which ``axes`` shard no dim, without owned and tied axes: each stage has an adapter of its own.
+
+    Axes that shard a dim jointly with one of ``axes`` are removed too. Partial axes are unchanged.
+    """
     axes = {*axes}
     dims = [[part for part in spec.joint_dim_axes(dim) if axes.isdisjoint(part)] for dim in range(len(spec.entries))]
     kept = {axis for parts in dims for part in parts for axis in part}

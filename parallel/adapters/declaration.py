@@ -38,7 +38,7 @@ from .grouped_lora import GroupedLoRA
 from .lora import LoRA
 
 _PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
-_EXPERT_AXES = "_meshstep_expert_axes"  # attribute of an adapter's module: the argument of `declare_adapters`
+_EXPERT_AXES = "_meshstep_expert_axes"  # attribute of an adapter's module: `expert_axes` of `declare_adapters`
 _INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
 
 
@@ -82,8 +82,8 @@ def declare_adapters(
     """Declare the layout of every adapter in a model, derived from the layout of its base layer.
 
     It finds LoRA layers of PEFT (also rsLoRA, DoRA, and ``modules_to_save``), `LoRA` and `GroupedLoRA` modules, and modules
-    of your own that have two parameters or linear layers ``A`` and ``B`` (or ``a`` and ``b``, ``lora_a`` and ``lora_b``)
-    and one other layer with a weight.
+    of your own that have two parameters or linear layers ``A`` and ``B`` (or ``a`` and ``b``, ``lora_a`` and ``lora_b``,
+    ``lora_A`` and ``lora_B``) and one other layer with a weight.
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"]))
         declare_adapters(model)

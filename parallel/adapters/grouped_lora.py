@@ -81,7 +81,8 @@ class GroupedLoRA(AroundBase):
 
     Shapes: input and output as in the base module. Each forward needs memory for the adapted weight of this rank's experts.
     Raises:
-        ValueError: ``r`` is not positive; or a parameter does not exist, is not declared, or does not have three dims.
+        ValueError: ``r`` is not a positive integer; or a parameter does not exist, is not declared, does not have three
+            dims, or is held by only some ranks.
     Collectives: none except those of the base module. Host synchronization: none.
     """
 

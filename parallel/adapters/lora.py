@@ -47,8 +47,8 @@ class LoRA(AroundBase):
         base: The layer. Its weight must be declared, unless the mesh has one rank.
         r: Rank of the adapter.
         alpha: The adapter's output is multiplied by ``alpha / r``.
-        registry: The process groups. None: those of a layer of meshstep, or one rank if ``torch.distributed`` is not
-            initialised. Default: None.
+        registry: The process groups. None: those of ``base``, if it is a layer of meshstep; for other layers, a new
+            registry of one rank. Default: None.
         use_rslora: If True, the output is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
         use_dora: If True, each row of the adapted weight [out, in] is rescaled to a trained magnitude (DoRA). Every
             forward then computes the norm of the weight. Default: False.
@@ -61,7 +61,8 @@ class LoRA(AroundBase):
             False without these attributes. Default: None.
         expert_axes: Axes along which ranks hold layers of different experts. Default: none.
         generator: Random generator for the factor that is not zero at first: A, or B on an embedding. It must have the
-            same state on all ranks, except along ``expert_axes``. None: torch's default generator. Default: None.
+            same state on all ranks, except along ``expert_axes``. A sequence has one generator per rank along
+            ``expert_axes``. None: torch's default generator. Default: None.
         dtype: Dtype of the factors. None: the dtype of the base layer's weight.
         name: Name of the layer, for errors. Default: "the base layer".
 
@@ -83,7 +84,8 @@ class LoRA(AroundBase):
     vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`. With DoRA,
     also those of the norms of the weight's rows, in the constructor and in every forward. In the first forward with
     dropout, also an all-reduce over the model axes.
-    Host synchronization: none in forward and backward, except one in the first forward with dropout.
+    Host synchronization: none in forward and backward, except one in the first forward with dropout, and one per forward
+    with DoRA if `fully_shard` was applied to the base layer itself, and reshards it after its forward.
     """
 
     def __init__(
@@ -186,7 +188,8 @@ class LoRA(AroundBase):
         Args:
             dtype: Dtype of the computation. None: the weight's, at least float32.
         Collectives: an all-reduce over the axes that shard the input features. On `Linear2D` an all-gather of A, on
-        `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table.
+        `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table. If `fully_shard`
+        has sharded the weight further, two all-gathers of it.
         """
         layout = self._layout
         a, b = layout.factors_of_weight(local_tensor(self.lora_A), local_tensor(self.lora_B))
@@ -285,7 +288,7 @@ class LoRA(AroundBase):
         )
 
     def _scale(self, adapted: Tensor | None) -> Tensor:
-        """Return magnitude / norm of the output features of this rank's shard of the weight, to be multiplied with it.
+        """Return magnitude / norm per output feature of this rank's shard of the weight, as a factor for this shard.
 
         Args:
             adapted: This rank's shard of the adapted weight, in float64. None on a rank that does not hold one.
@@ -476,9 +479,9 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
 
 
 def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayout) -> Tensor:
-    """Return the shard of a weight [out, in] with which the layer computes, whose shape is ``shape``.
+    """Return the shard [out, in], of shape ``shape``, of the weight with which the layer computes.
 
-    Collectives: if `fully_shard` has sharded the weight further, an all-gather.
+    Collectives: if `fully_shard` has sharded the weight further, the two all-gathers of `unshard`.
     """
     local = local_tensor(weight)
     if tuple(local.t().shape if layout.is_transposed_weight else local.shape) == shape:

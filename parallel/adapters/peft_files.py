@@ -148,7 +148,7 @@ def load_adapter(
         registry, adapter_name: As in `save_adapter`.
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
-        FileNotFoundError: On every rank: a file is missing.
+        FileNotFoundError: A file is missing. Ranks that have the files raise RuntimeError.
         ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an
             adapter is merged; or as in `save_adapter`. The model is unchanged in this case.
     Collectives: object all-gathers over the world. Host synchronization: yes.

@@ -415,9 +415,9 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
         to the all-reduces below, and returns its slice of the sum; None if there are no all-reduces.
     Raises:
         ValueError: The gradient is not a DTensor; it is partial over an axis that is neither declared partial nor stored by
-            `settle`; its placements can't be converted to the parameter's by slicing or summing; or with ``to_sum``, it is
-            not partial over an axis that is declared partial, or is sharded over an axis over which it was partial in
-            the first step.
+            `settle`; its placements can't be converted to the parameter's by slicing or summing; without ``to_sum``, it is
+            partial over an axis that shards the parameter; or with ``to_sum``, it is not partial over an axis that is
+            declared partial, or is sharded over an axis over which it was partial in the first step.
     Collectives: with ``to_sum``, one all-reduce per axis that shards the parameter and that `settle` stored as partial.
     """
     grad: Tensor | None = param.grad
@@ -625,9 +625,9 @@ def _partial_axes(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _sharded_sum_axes(piece: nn.Parameter) -> list[str]:
-    """Return the axes over which `settle_sums` stored that the gradient is partial, and which shard the parameter.
+    """Return the partial axes of the gradient that `settle_sums` stored, and that shard the parameter.
 
-    The spec of ``piece`` does not have them as partial axes, because a spec names an axis once.
+    They are not partial axes in the spec of the local parameter ``piece``, because a spec names an axis once.
     """
     return [axis for axis in settled_sums(piece) if axis not in _partial_axes(piece)]
 

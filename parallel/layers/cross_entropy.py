@@ -59,7 +59,7 @@ def vocab_parallel_cross_entropy(
         The loss, equal on all ranks along ``axis``: 0-dim, or [...] for "none". Its dtype is float32 for half-precision
             logits, else the dtype of the logits.
     Raises:
-        ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
+        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
         RuntimeError: A target is out of range, or ranks along ``axis`` have different numbers of classes (on CPU; a device
             assertion on CUDA).
     Collectives: two all-reduces over ``axis`` in forward, none in backward. Host synchronization: none.
@@ -103,7 +103,7 @@ def cross_entropy_2d(
             rank's shard of the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every
             rank calls ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
     Raises:
-        ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
+        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
         RuntimeError: A target is out of range; a rank's number of classes does not match ``classes``; or ``classes`` is
             None, and the number differs between ranks along ``col`` (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one all-reduce over ``row`` in
@@ -146,7 +146,7 @@ def cross_entropy_3d(
             the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every rank calls
             ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
     Raises:
-        ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
+        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
         RuntimeError: A target is out of range (on CPU; a device assertion on CUDA).
     Collectives: unless the reduction is "none", one all-reduce over both axes in forward; none in backward. Host
     synchronization: none.

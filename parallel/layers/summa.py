@@ -210,7 +210,7 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
     Args:
         block: This rank's block of the matrix.
         dim: The dim that is sharded over ``axis`` and divided into panels.
-        parts: Per panel, the `Part` of a rank's block that it is.
+        parts: Per panel, the rank along ``axis`` that owns it, and its position in the block of that rank.
         grid: The grid of ranks.
         axis: The axis along which each panel is broadcast from its owner.
     """

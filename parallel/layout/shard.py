@@ -493,7 +493,7 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
         return local
     owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
     over = Over(registry, axes, root=registry.ranks(*axes).index(owner), call="unshard")
-    # The header is sent even if the owner's shard is None, so that all ranks raise and no rank waits.
+    # The header is sent even if the owner's shard is None. The other ranks of the group then raise instead of waiting.
     header: list[Any] = [None if local is None else (local.shape, local.dtype)]
     dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)
     if header[0] is None:

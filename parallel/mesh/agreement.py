@@ -159,8 +159,8 @@ def describe(value: object, depth: int = 4) -> str:
     The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
     have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object
     with a ``__dict__``, has its type name and its attributes. The text of a function, a class or a `torch.dtype` has
-    its name. The text of an `nn.Module`, of a callable object, or of an object of any other type, such as a set, is its
-    type name.
+    its name. The text of an `nn.Module`, of another callable object, or of an object of any other type, such as a set, is
+    its type name.
 
     Args:
         value: Any object.

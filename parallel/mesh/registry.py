@@ -331,7 +331,8 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     Raises:
         ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the axes
             of a mesh dim are not in the order of the topology.
-        RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not initialised.
+        RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` was not initialised
+            when the registry was constructed.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -512,8 +513,8 @@ class ProcessGroupRegistry:
             axes: Names of axes or aliases, at least one.
         Raises:
             ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
-            RuntimeError: The registry is closed; the world has one rank, and ``torch.distributed`` is not initialised;
-                or this version of torch can't create the group.
+            RuntimeError: The registry is closed; this version of torch can't create the group; or the world has one
+                rank, and ``torch.distributed`` was not initialised when the registry was constructed.
         Collectives: none.
         """
         if axes not in self._by_axes:
@@ -542,8 +543,8 @@ class ProcessGroupRegistry:
         Raises:
             ValueError: The registry has no group of these ranks, and ``ranks`` does not contain this rank, contains a
                 rank outside the world, or contains a rank twice.
-            RuntimeError: The registry is closed; the world has one rank, and ``torch.distributed`` is not initialised;
-                or this version of torch can't create the group.
+            RuntimeError: The registry is closed; this version of torch can't create the group; or the world has one
+                rank, and ``torch.distributed`` was not initialised when the registry was constructed.
         Collectives: none.
         """
         # Without torch._dynamo nothing is compiled, and `torch.compiler.disable` would import it, which is slow.
@@ -561,8 +562,9 @@ class ProcessGroupRegistry:
         self._check_members(members)
         if self._world is None:
             raise RuntimeError(
-                "the group has size 1 and torch.distributed isn't initialised, so there is no process group; call group() "
-                "only if size(...) > 1, or call torch.distributed.init_process_group first"
+                "the group has size 1, and torch.distributed wasn't initialised when this registry was constructed, so "
+                "there is no process group; call group() only if size(...) > 1, or construct the registry after "
+                "init_distributed()"
             )
         # A digest, because the name is a prefix of keys in the store, and the list of members can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -623,8 +625,8 @@ class ProcessGroupRegistry:
         Raises:
             ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the
                 axes of a mesh dim are not in the order of the topology.
-            RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not
-                initialised.
+            RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` was not
+                initialised when the registry was constructed.
         """
         return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 

@@ -213,7 +213,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
     def __init_subclass__(cls) -> None:
-        """Track the constructor of a subclass, and the methods below that it overrides, as calls in reports of hangs."""
+        """Track the constructor of a subclass, and `step`, `backward` and clipping methods that it overrides.
+
+        Reports of hangs then name these calls.
+        """
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         methods = {"step", "backward", "clip_grads", "clip_grad_by_norm", "clip_grad_by_value"}
         for name in cls.__dict__.keys() & methods:
@@ -670,7 +673,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             GradStats with the norm before clipping; None if the window has fewer than ``accumulation_steps``
             micro-batches.
         Raises: As `step`, for errors of gradients and of their measurement.
-        Collectives: those of a step. Host synchronization: as in a step.
+        Collectives: those by which a step reduces and measures gradients. Host synchronization: as in a step.
         """
         return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
 
@@ -691,7 +694,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             micro-batches.
         Raises: As `step`, for errors of gradients and of their measurement. Also:
             ValueError, TypeError: An argument is out of range or has a wrong type. Nothing is changed.
-        Collectives: those of a step. Host synchronization: as in a step.
+        Collectives: those by which a step reduces and measures gradients. Host synchronization: as in a step.
         """
         return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
 

@@ -113,7 +113,7 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
 
 
 def nodes_of(numbers: Iterable[int]) -> list[Node]:
-    """Return the nodes that `TreeSum` has after adding the micro-batches ``numbers``, ascending, in its order."""
+    """Return the nodes of a `TreeSum` to which the micro-batches ``numbers``, ascending, were added, in their order."""
     tree = TreeSum()
     for number in numbers:
         tree.add(number, ())

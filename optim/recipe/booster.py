@@ -145,8 +145,9 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     """Raise ValueError if a torch DataLoader gives ranks the wrong samples.
 
     Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
-    samples. A `DistributedSampler` is always checked. Another sampler is only checked if it and the batch sampler are
-    of torch's own classes. A `ShardedDataLoader`, and any object that is no torch DataLoader, is not checked.
+    samples. A `DistributedSampler` is always checked. Another sampler is only checked if there are several data
+    coordinates, and if it and the batch sampler are of torch's own classes; the orders of ranks with the same data
+    coordinate are not compared. A `ShardedDataLoader`, and any object that is no torch DataLoader, is not checked.
     """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)

@@ -335,7 +335,10 @@ def _forwarded(
 
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Make ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists."""
+    """Make ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists.
+
+    The methods in `FORWARDED` then call the methods of ``owner``, as `CallGuard` describes.
+    """
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)

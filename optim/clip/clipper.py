@@ -532,7 +532,8 @@ class GradientClipper:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except (TypeError, ValueError):
-            self._measure(MeasurementSpec(norm_type), pack, vote)  # the other ranks wait for this collective
+            # The other ranks wait in these collectives, with the norms that ``clip`` needs.
+            self._measure(MeasurementSpec.of(clip, norm_type), pack, vote)
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------

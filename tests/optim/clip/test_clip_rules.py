@@ -34,10 +34,11 @@ from meshstep.optim import (
     SkipSpikes,
     WarmUp,
     ZClip,
+    broadcast_weights,
     clip_grad_norm_,
 )
 from meshstep.optim.clip.base import resolve_threshold
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from meshstep.testing.strategies import specs, topologies
 from planted import LAYOUTS, Dense, Full, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
@@ -527,6 +528,33 @@ def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None
         with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
             optimizer.max_norm = rule
         assert optimizer.max_norm == 1.0
+
+
+def late_group_threshold(rule: Clip) -> tuple[str, list[float]]:
+    """Set ``max_norm`` of a param group on rank 1 in the second step. Return its error, and the flag `skipped` per step."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        declare(model, {"*": P()})
+        broadcast_weights(model, registry)
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=rule)
+        said, skipped = "", []
+        for step in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(2, 4)).sum())
+            if step and registry.global_rank:
+                optimizer.param_groups[0]["max_norm"] = 1.0
+            try:
+                skipped.append(float(optimizer.step().skipped))
+            except ValueError as error:
+                said = str(error)
+        return said, skipped
+
+
+@pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(0.5)])
+def test_late_group_max_norm_on_one_rank_is_rejected_and_others_skip(world: World, rule: Clip) -> None:
+    (_, of_first), (said, of_second) = world.run(2, late_group_threshold, rule)
+    assert "param group 0 has its own max_norm" in said
+    assert (of_first, of_second) == ([0.0, 1.0], [0.0])
 
 
 def test_clip_grad_norm_of_adaptive_rule_requires_packed_reduction() -> None:

@@ -121,9 +121,9 @@ class Autocast:
     Args:
         function: The callable to run.
         dtype: The dtype of autocast.
-        module: The module whose first parameter determines autocast's device type. Default None, and a module without
-            parameters: the first tensor among the arguments determines the device type. If there is no such tensor, it
-            is the type of torch's default device.
+        module: The module whose first parameter determines autocast's device type. If it is None (default) or has no
+            parameters, the first tensor among the arguments determines the device type. Without such a tensor, it is the
+            type of torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:

@@ -52,7 +52,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
     represents every 8-bit value exactly, and `summa` broadcasts and multiplies them in this dtype. The result therefore
     has the precision of an 8-bit product, but 8 bits save neither time nor traffic.
 
-    If a dim of ``b`` is not a multiple of 16, nothing is rounded, and the result is that of `summa`.
+    If a dim of ``b`` is not a multiple of 16, nothing is rounded: the call returns `summa` of its arguments.
 
     Args:
         a, b: This rank's blocks [m, k/cols] of A and [k/rows, n] of B, both float32 or both bfloat16. If ``b`` is a

@@ -240,7 +240,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def find_overwritten(self) -> Tensor | None:
-        """Return the first model parameter in the param groups that differs from its rounded master; None if none does.
+        """Return the first model parameter that differs from its rounded master in the param groups; None if none differs.
 
         A write to the parameter after the last step causes such a difference, for example a write through ``.data``. A
         master that other code has written after the last step is not compared, because the next step copies it into the

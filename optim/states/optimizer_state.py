@@ -293,7 +293,7 @@ class Saved:
             {"state": inner.state, "param_groups": inner.param_groups},
             scale.state_dict() if scale else {},
         )
-        own = state.get("meshstep")
+        own = state.get("meshstep") if isinstance(state, Mapping) else None  # `check` raises on every rank otherwise
 
         def load() -> None:
             self.check(state)

@@ -206,6 +206,20 @@ def spoil(model_was_loaded: bool) -> dict[str, tuple[str, list[str]]]:
         return results
 
 
+def load_on_rank_1(wrong: Any) -> tuple[str, list[str]]:
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+        state = saved_by(registry, "fp32")
+        model, optimizer = make(SCENARIO, registry, ALL["fp32"])
+        return attempt(model, optimizer, wrong if registry.global_rank == 1 else state)
+
+
+@pytest.mark.parametrize("wrong", [None, [1]])
+def test_state_that_is_no_dict_on_one_rank_is_rejected_on_all_ranks(world: World, wrong: Any) -> None:
+    for error, changed in world.run(2, load_on_rank_1, wrong):
+        assert error.removeprefix("rank 1: ") == f"the state is {wrong}; expected a dict"
+        assert changed == []
+
+
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("model_was_loaded", [False, True])
 def test_corrupt_state_on_one_rank_is_rejected_on_all_ranks(world: World, model_was_loaded: bool) -> None:

@@ -897,9 +897,9 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        None: there is no such parameter. Only writes that change neither the tensor's version counter nor its memory are
-        found, such as in-place writes through ``.data``. After any other write, the next step uses the written values or
-        raises an error.
+        None: there is no such parameter. Writes that change neither the tensor's version counter nor its memory are
+        found, such as in-place writes through ``.data``. After another write that is not found, the next step uses the
+        written values or raises an error.
 
         Host synchronization: a few per tensor that has a copy.
         """

@@ -112,7 +112,7 @@ class GradientCompletion:
                 rank: there are no gradients, gradients are not from `backward` or `window`, a pipeline schedule divided
                 gradients twice, the model has trainable parameters that no optimizer has, or settings differ between
                 ranks. In the second and 16th window, on every rank: the step would overwrite weights that other code
-                wrote through ``.data``. With one rank: a parameter was unfrozen.
+                wrote, for example through ``.data``. With one rank: a parameter was unfrozen.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
                 a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
                 or accelerate also clips.

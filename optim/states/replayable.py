@@ -89,7 +89,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
 
 class _Values(NamedTuple):
-    """The values of a stepped tensor, its gradient (None: no gradient) and its optimizer state (None: no state)."""
+    """The values of a stepped tensor, its gradient (None: no gradient) and its optimizer state (None or empty: none)."""
 
     value: Tensor
     gradient: Tensor | None

@@ -120,8 +120,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             has every param group.
         norm_type: The p of the norms, >= 1 or ``math.inf``. A clipping rule's own ``norm_type`` takes precedence.
             Default: 2.
-        reduction: How the norm is summed over ranks: ``"packed"`` (default) with one all-reduce over all ranks,
-            ``"per_group"`` with one all-reduce per kind of layout over the mesh. See `GlobalNorm`.
+        reduction: How the norm is summed over ranks: ``"packed"`` (default) with one collective over all ranks,
+            ``"per_group"`` with one collective per kind of layout over the mesh and one over all ranks. They are
+            all-reduces, or all-gathers of norms for ``norm_type`` >= 12. See `GlobalNorm`.
         per_parameter_norms: True: report the norm of every logical parameter in ``GradStats.parameter_norms``. Default:
             False.
         precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and
@@ -415,7 +416,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``loss.backward()`` within it.
                 * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
                   (``overlap=True``).
-                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are still set.
+                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are not None.
                 * An earlier backward of the window raised (call `zero_grad`, which then abandons the window), or any
                   earlier backward raised within a `fully_shard` module.
                 * The loss is a result of `scale_loss`, or the call is within `window`.

@@ -118,7 +118,8 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         if missing:
             raise ValueError(
                 f"{missing} of the optimizer's {len(own)} parameters are not passed to the clip function, which clips all "
-                "of them; pass model.parameters(), or give ParallelOptimizer a max_norm= in param groups"
+                "of them; pass model.parameters(), or to clip some parameters only, leave the call out and give their "
+                "param group a 'max_norm'"
             )
         if not accelerator.sync_gradients:
             raise RuntimeError(

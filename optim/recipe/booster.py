@@ -668,8 +668,10 @@ class Booster(Saving, Generic[Stats_co]):
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):
+            given = model if optimizer is None else optimizer
             raise ValueError(
-                "no_sync needs an optimizer that boost returned, or the model that it returned together with an optimizer"
+                f"no_sync was given a {type(given).__name__}: give an optimizer that boost returned, or the model that "
+                "it returned together with an optimizer"
             )
         return found.no_sync()
 

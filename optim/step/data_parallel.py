@@ -72,7 +72,8 @@ def check_gradient_reduction(
         }
         for argument in (name for name, is_given in given.items() if is_given):
             raise ValueError(
-                f"{argument} with sum_order='fixed', which sums all gradients at the end of the window: leave it out"
+                f"{argument} with sum_order='fixed', which sums all gradients at the end of the window: leave out one "
+                "of the two arguments"
             )
         if accumulation_steps is None:
             raise ValueError(

@@ -214,7 +214,7 @@ class GlobalNorm:
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `_packed`, from one collective per norm bucket and one over all ranks."""
+        """Return the same as `_packed`, from one collective per norm bucket of several ranks, and one over all ranks."""
         plan = self.plan
         total = powers.new_zeros(self._slots)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])

@@ -102,7 +102,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def trained(self) -> bool:
-        """Return True unless the parameter was frozen when it was added to the optimizer, or in the last `refresh`."""
+        """Return False if the parameter was frozen when it was added, or in the last `ParallelOptimizer.refresh`."""
         return self.entry.trained
 
 

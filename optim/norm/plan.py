@@ -148,7 +148,7 @@ def entries_of(
 def frozen_without_spec(
     param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool = False
 ) -> set[int]:
-    """Return the ids of the frozen parameters that `entries_of` would reject for their layout, such as a missing spec.
+    """Return the ids of the frozen parameters that `entries_of` would reject: without a spec, or of unsupported layout.
 
     If the layout of any DTensor is not supported and ``compared`` is True, the result is empty.
 

@@ -25,7 +25,7 @@ class Figures:
     Args:
         norm: The L2 norm.
         hash: The hash of all bits; None if it is not known.
-        sketch: The sketch; empty if it is not known.
+        sketch: `BUCKETS` signed sums of the elements (see `tensor_digest`); empty if the sketch is not known.
     """
 
     norm: float

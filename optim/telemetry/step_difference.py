@@ -38,7 +38,7 @@ def first_difference(pair: StepPair) -> Difference | None:
 
 
 class _Report:
-    """Makes differences of one quantity.
+    """Creates the `Difference` of one step and one quantity.
 
     Args:
         pair: The step.
@@ -372,9 +372,9 @@ def _cause_of_factor(pair: StepPair, report: _Report, ratio: float, name: str) -
     limit = max(3 * pair.tolerance(name), 1e-3)
     match = pair.axis_of_ratio(ratio, report.names, limit) if ratio > 0 else None
     cause, text, axis = (
-        ("sign", "the sign is another one", None)
+        ("sign", "the signs differ", None)
         if ratio < 0
-        else next(_explanations(pair, report, ratio, limit, match), ("scaled", "this is no size of an axis", None))
+        else next(_explanations(pair, report, ratio, limit, match), ("scaled", "no axis has this size", None))
     )
     text = f"the {report.quantity} in B is {_shown(ratio)} times that of A: {text}"
     return report(cause, text, axis=axis, ratio=ratio, parameter=name)
@@ -419,12 +419,14 @@ def _explanations(
     if match is not None:
         yield (
             "scaled",
-            f"in run {match.which}, this is {match.kind} for t = {match.size}, axis {match.axis}",
+            f"run {match.which} has the factor {match.kind}, where t = {match.size} is the size of axis {match.axis}",
             match.axis,
         )
-    norm = (pair.b if ratio < 1 else pair.a).global_norm
+    which, step, _ = pair.sides[0 if ratio < 1 else 1]  # the run with the smaller gradients; B is first
+    norm = step.global_norm
     if is_common and any(abs(norm / value - 1) < 1e-4 for value in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)):
-        yield "clipped before", "its global norm is a round number, so it was probably clipped before step", None
+        text = f"the global norm of run {which} is {norm:.4g}, so its gradients were probably clipped before step()"
+        yield "clipped before", text, None
 
 
 def _scales(pair: StepPair, ratio: float, limit: float) -> Iterator[Explanation]:
@@ -438,7 +440,11 @@ def _scales(pair: StepPair, ratio: float, limit: float) -> Iterator[Explanation]
         if own and own != 1 and _is_one_of(of_run, own, limit):
             yield "loss scale", f"run {which} has the loss scale {own:g}, which is not removed, or removed twice", None
         if own and (scale := other.line["loss_scale"]) and own != scale and _is_one_of(of_run, own / scale, limit):
-            yield "loss scale", f"the loss scales, {own:g} in run {which} and {scale:g}, have this ratio", None
+            yield (
+                "loss scale",
+                f"the loss scales, {own:g} in run {which} and {scale:g} in the other, have this ratio",
+                None,
+            )
         count = run.line["micro_batches"]
         if count > 1 and count != other.line["micro_batches"] and _is_one_of(of_run, count, limit):
             how = "sums them, and does not average" if of_run > 1 else "divides by their number twice"
@@ -536,7 +542,10 @@ def _options(pair: StepPair) -> Difference | None:
         match = None if ratio is None else pair.axis_of_ratio(ratio, pair.names, 1e-6)
         text = f"the learning rate is {_number(a)} in A and {_number(b)} in B"
         if match is not None:
-            text += f"; in run {match.which}, the ratio is {match.kind} for t = {match.size}, axis {match.axis}"
+            text += (
+                f"; run {match.which} has {match.kind} times the other rate, where t = {match.size} is the size of "
+                f"axis {match.axis}"
+            )
         return report("learning rate", text, axis=None if match is None else match.axis, ratio=ratio)
     if key == "weight_decay":
         text = (

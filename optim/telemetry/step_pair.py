@@ -113,7 +113,7 @@ class Accepted:
         self.is_first = True
 
     def accept_step(self, step: int) -> None:
-        """Continue after a step without a difference."""
+        """Record that the runs differ by rounding only in ``step``, the last compared step."""
         self.is_first, self.last_step = False, step
 
 
@@ -166,7 +166,7 @@ class StepPair:
         return ("B", self.b, self.a), ("A", self.a, self.b)
 
     def run(self, which: Which) -> RecordedStep:
-        """Return the step of a run."""
+        """Return the recorded step of run A or B."""
         return self.a if which == "A" else self.b
 
     def tolerance(self, name: str) -> float:
@@ -174,7 +174,7 @@ class StepPair:
         return self.accepted.tolerances.at(self._dtypes[name], self.step)
 
     def both(self, name: str, quantity: int) -> tuple[Figures, Figures]:
-        """Return the figures of A and B."""
+        """Return the `Figures` of a parameter in A and in B; ``quantity`` is `WEIGHT`, `GRADIENT` or `UPDATE`."""
         return self.a.figures(name)[quantity], self.b.figures(name)[quantity]
 
     def distance(self, name: str, quantity: int) -> tuple[float, float]:
@@ -205,7 +205,7 @@ class StepPair:
         return 2**31 if shape is None else prod(shape)
 
     def is_all(self, names: Sequence[str]) -> bool:
-        """Return True if the names are those of all parameters."""
+        """Return True if ``names``, parameters of both runs without repetition, are all of them."""
         return len(names) == len(self.names)
 
     def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:

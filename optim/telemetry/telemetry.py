@@ -576,7 +576,7 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        # number of data ranks over which the reduced gradient is averaged, and number of terms in it that need an average
+        # number of data ranks over which the reduced gradient is averaged; its remaining divisor if it has no weights
         self._averaged, self._count = 1, 1
         self._scale: Tensor | None = None
         optimizer.add_observer(self)

@@ -73,7 +73,8 @@ class _RecordPlan:
     """
 
     def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
-        self.planned = planned = Planned(optimizer, "parameter", None, None)
+        # The labels are not used. "group", because no param group has the reserved label "total".
+        self.planned = planned = Planned(optimizer, "group", None, None)
         registry, plan = optimizer.registry, planned.plan
         self.names = plan.parameter_names
         self.rows = optimizer.stepped_tensors()

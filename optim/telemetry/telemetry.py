@@ -94,7 +94,8 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
         found = [_label(name, group, by) for name, group in params]
         labels = list(dict.fromkeys(label for label in found if label is not None))
     if TOTAL in labels:
-        raise ValueError(f"by= has the label {TOTAL!r}, which is reserved for the full model; give another label")
+        advice = "give another label" if isinstance(by, Mapping) else "give labels with globs, {'mlp': '*.mlp.*'}"
+        raise ValueError(f"by={by!r:.80} has the label {TOTAL!r}, which is reserved for the full model; {advice}")
     where = {label: index for index, label in enumerate(labels)}
     return labels, [None if label is None else where[label] for label in found]
 

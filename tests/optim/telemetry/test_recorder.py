@@ -206,6 +206,17 @@ def test_recorder_records_the_first_step_and_multiples_of_every(tmp_path: Path) 
     assert steps[3].line["clip_coef"] == pytest.approx(1 / steps[3].line["grad_norm"], rel=1e-5)
 
 
+def test_recorder_records_a_parameter_with_the_name_total(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"total": nn.Parameter(torch.ones(3))})
+    optimizer = ParallelOptimizer(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), ProcessGroupRegistry(Topology()), check_replicas=False
+    )
+    with Recorder(optimizer, tmp_path / "run.jsonl"):
+        optimizer.backward(model["total"].sum())
+        optimizer.step()
+    assert read_recording(tmp_path / "run.jsonl")[1].names == ("total",)
+
+
 def test_recorder_writes_the_last_step_after_an_exception_in_its_context(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_alone(tmp_path / "run.jsonl", broken=True)

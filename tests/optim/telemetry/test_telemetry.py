@@ -250,7 +250,7 @@ def test_telemetry_per_group_reports_norms_over_all_ranks_on_every_rank(world: W
         ({"every": 0}, "give a whole number of steps >= 1"),
         ({"by": "module"}, "give 'parameter', 'layer', 'group', or labels with globs"),
         ({"by": {"mlp": "mlp.*"}}, "matches no parameter; give a glob for one of 0.weight"),
-        ({"by": {"total": "*"}}, "by= has the label 'total', which is reserved for the full model"),
+        ({"by": {"total": "*"}}, "has the label 'total', which is reserved for the full model; give another label"),
         ({"spectral": SpectralNorms(iterations=0)}, "give a whole number >= 1"),
         ({"spectral": SpectralNorms(globs="*")}, "give a tuple of globs"),  # type: ignore[arg-type]
         ({"noise": NoiseScale()}, "NoiseScale needs at least two data ranks"),
@@ -263,6 +263,14 @@ def test_telemetry_rejects_invalid_arguments(options: dict[str, Any], said: str)
     with pytest.raises(ValueError, match=said):
         Telemetry(optimizer, **options)
     Telemetry(optimizer)
+
+
+def test_telemetry_rejects_names_that_are_the_reserved_label() -> None:
+    optimizer = alone(nn.ParameterDict({"total": nn.Parameter(torch.ones(3))}))
+    for by in ("layer", "parameter"):
+        with pytest.raises(ValueError, match=f"by='{by}' has the label 'total', .* give labels with globs"):
+            Telemetry(optimizer, by=by)
+    Telemetry(optimizer, by={"all": "*"})
 
 
 def refused(options: dict[str, Any], every: int) -> str:

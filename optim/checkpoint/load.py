@@ -160,9 +160,7 @@ class Restoration:
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
-            raise ValueError(
-                f"the checkpoint has no {key}: it was saved in another precision mode; continue in that mode"
-            )
+            raise ValueError(f"the checkpoint has no tensor {key}: its index is damaged; {EARLIER}")
         return self._stored[key]
 
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -179,10 +177,11 @@ class Restoration:
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
         if found != Stored(region.full_shape, dtype):
+            factor = ". If two dims differ by a factor, one of the runs declares a wrong dim as sharded"
             raise ValueError(
                 f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
-                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode. If two "
-                "dims differ by a factor, one of the runs declares a wrong dim as sharded"
+                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same precision "
+                f"mode{factor if found.shape != region.full_shape else ''}"
             )
         self.tensors[key] = part_of(region, room)
         return room
@@ -245,15 +244,26 @@ class Restoration:
         for position, stepped in own.stepped.items():
             name = stepped.name
             if position in own.masters:
+                if f"master/{name}" not in self._stored:
+                    raise self._no_master(name)
                 masters[position] = self._allocate(
                     f"master/{name}", stepped.region, stepped.tensor.shape, torch.float32
                 )
             elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
-                    f"the checkpoint has a float32 master weight of {name}, but the optimizer has none: the checkpoint was "
-                    "saved in another precision mode; continue in that mode"
+                    f"the checkpoint has a float32 master weight of {name}, but the optimizer has none, as with "
+                    "stochastic rounding; use the precision= of the saved run"
                 )
         return masters
+
+    def _no_master(self, name: str) -> ValueError:
+        why = "was saved without master weights, as with stochastic rounding; use the precision= of the saved run"
+        if self._parts("master"):
+            why = (
+                "was saved while this parameter was frozen: freeze it before you make the optimizer, load the "
+                "checkpoint, then unfreeze the parameter and call optimizer.refresh()"
+            )
+        return ValueError(f"the checkpoint has no float32 master weight of {name}: it {why}")
 
     # Restoring the run ------------------------------------------------------------------------------------------------
 
@@ -619,8 +629,9 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
     kind = kind_of(optimizer.optimizer)
     if content["optimizer"] != kind:
         raise ValueError(
-            f"the checkpoint was saved with {content['optimizer']}, but this optimizer is {kind}; construct a "
-            f"{content['optimizer']}, or load only the model: load_checkpoint(path, model, None, registry=registry)"
+            f"the checkpoint was saved with {content['optimizer']}, but this optimizer is {kind}; make a "
+            f"{content['optimizer']} optimizer, or load only the model: load_checkpoint(path, model, None, "
+            "registry=registry)"
         )
     if (content["schedule"] is None) != (schedule is None):
         raise ValueError(

@@ -129,7 +129,11 @@ def reversed_groups(model: nn.Module) -> Any:
         ({"buffer": False}, {}, "seen here only"),
         ({}, {"groups": split_groups}, "1 param groups, the optimizer has 4"),
         ({"groups": split_groups}, {"groups": reversed_groups}, "in param group 0"),
-        ({"precision": Bf16(stochastic_rounding=True)}, {"precision": "bf16"}, "no master/one.weight"),
+        (
+            {"precision": Bf16(stochastic_rounding=True)},
+            {"precision": "bf16"},
+            "one.weight: it was saved without master",
+        ),
         ({"precision": "bf16"}, {"precision": Bf16(stochastic_rounding=True)}, "float32 master weight of one.weight"),
         ({"schedule": True}, {}, "saved with a StepLR; give lr_scheduler="),
         ({}, {"schedule": True}, "saved without a schedule"),
@@ -154,6 +158,27 @@ def test_checkpoint_of_different_model_or_options_is_rejected(
         with pytest.raises(ValueError, match=message):
             load_checkpoint(tmp_path, model, optimizer, lr_scheduler=scheduler)
         assert content([model.state_dict(), optimizer.state_dict()]) == before
+
+
+def test_checkpoint_of_frozen_parameter_loads_before_unfreezing(tmp_path: Path) -> None:
+    def frozen() -> tuple[nn.Module, Any]:
+        model = model_of()
+        model.get_parameter("one.weight").requires_grad_(False)
+        return model, optimizer_of(model, precision="bf16")
+
+    save_checkpoint(tmp_path, *frozen())
+    model = model_of()
+    with pytest.raises(ValueError, match=r"one.weight: it was saved while this parameter was frozen.*refresh\(\)"):
+        load_checkpoint(tmp_path, model, optimizer_of(model, precision="bf16"))
+    model, optimizer = frozen()
+    load_checkpoint(tmp_path, model, optimizer)
+    model.get_parameter("one.weight").requires_grad_(True)
+    optimizer.refresh()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param, dtype=param.grad_dtype)
+    before = model.get_parameter("one.weight").clone()
+    optimizer.step()
+    assert not model.get_parameter("one.weight").equal(before)
 
 
 class Fussy(torch.optim.lr_scheduler.StepLR):

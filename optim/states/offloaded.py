@@ -268,7 +268,7 @@ class Offloaded(StatePlacement):
         check_scalar(self.fraction, "fraction", "the fraction of the elements that goes to the CPU")
         if not 0 <= self.fraction <= 1:
             raise ValueError(
-                f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, between 0 and 1"
+                f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, from 0 to 1"
             )
         precision, switch = context.precision, context.data_parallel
         if switch is not None and not switch.float32_grads and precision.masters:

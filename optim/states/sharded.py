@@ -483,7 +483,8 @@ class Sharded(StatePlacement):
         topology, switch = context.registry.topology, context.data_parallel
         if self.axis not in topology.axes and self.axis not in topology.aliases:
             raise ValueError(
-                f"Sharded({self.axis!r}): the mesh has no such axis or alias ({topology.named()}); name one of these"
+                f"Sharded({self.axis!r}): the mesh has no such axis or alias ({topology.named()}); name one of these, or "
+                "leave Sharded out of states="
             )
         role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:

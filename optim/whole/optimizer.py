@@ -282,7 +282,8 @@ class WholeOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Make one step, and return the loss of ``closure``; None without one.
 
-        If the attribute ``found_inf`` (which a grad scaler sets) is 1, parameters and existing states do not change.
+        If the attribute ``found_inf`` is 1, parameters and existing states do not change. `ParallelOptimizer` or a grad
+        scaler sets it.
 
         Args:
             closure: Recomputes and returns the loss, as in torch. None: no closure.

@@ -355,7 +355,8 @@ class Shampoo(PreconditionedOptimizer):
             step. The update of a vector is this method's step.
         grafting_beta2, grafting_epsilon: b2 and eps of the Adam step for ``grafting="adam"``.
         blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
-            number of equal blocks, or the list of their numbers of rows. None: the blocks that layouts declare only.
+            number of equal blocks, or the list of their numbers of rows. A weight that no glob matches has the blocks
+            that its layout declares. None: no globs.
         factor_dtype: Dtype of preconditioners and roots: float32 or float64.
 
     Raises:
@@ -542,7 +543,8 @@ class SOAP(PreconditionedOptimizer):
         precondition_frequency: Number of steps between new bases.
         max_precond_dim: Dims of a larger size have no preconditioner.
         blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
-            number of equal blocks, or the list of their numbers of rows. None: the blocks that layouts declare only.
+            number of equal blocks, or the list of their numbers of rows. A weight that no glob matches has the blocks
+            that its layout declares. None: no globs.
         factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
 
     Raises:

@@ -391,7 +391,8 @@ def clip_grad_norm_(
     Returns:
         GradStats with the norm before clipping, bitwise identical on every rank.
     Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them, or
-        partial gradients of DTensors were replaced by their sums. Also:
+        partial gradients of DTensors were replaced by their sums. If only this rank raises, ``stats.found_inf`` is 1 on
+        the other ranks; with a rule that has several factors or clamps by value, their norm may be finite. Also:
         ValueError: ``max_norm`` is None or out of range; the rule does not support ``reduction`` or the parameters; or a
             later call with the same `ClipState` has parameters of other layouts or sizes, or another ``norm_type`` or
             ``reduction``.

@@ -787,7 +787,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Parameters of other groups that were frozen or unfrozen are included, as in `refresh`.
 
-        Raises, collectives: as the constructor. Nothing is changed if it raises.
+        Raises: As the constructor; and RuntimeError, as `refresh`, for an unfrozen parameter in a
+            `DistributedDataParallel`. Nothing is changed if it raises.
+        Collectives: as the constructor, and one more object all-gather.
         """
         before, given = len(self.param_groups), param_group["params"]
         check_unused(given)
@@ -843,7 +845,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             RuntimeError: On every rank: micro-batches were accumulated since the last step. Or ``data_parallel`` has a
                 `DistributedDataParallel` with an unfrozen parameter: it does not reduce gradients of parameters that were
                 frozen when it was made.
-        Collectives: as the constructor.
+        Collectives: as the constructor, and one more object all-gather.
         """
         on_all_ranks(self._check_refresh, self.registry)
         groups, left_out = self._setup.with_spec(self._given)

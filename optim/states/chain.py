@@ -603,7 +603,7 @@ class TransformChain:
     Attributes:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
             groups.
-        given: The model parameters that the optimizer received, including parameters of which this rank steps no shard.
+        given: One record per model parameter that the optimizer received, also if this rank steps no shard of it.
         frozen: Model parameters that were trained at first, and were frozen when param groups were last added or
             refreshed. Their stepped tensors and optimizer states are kept.
         left_out: (name, parameter) pairs of frozen parameters that are not in the param groups.

@@ -267,6 +267,7 @@ class Muon(WholeOptimizer):
     Collectives: per step, matrices are exchanged in rounds. In a round, each owner rank receives full matrices of up to
         64 MiB in the parameters' dtype, or one larger matrix. Each round has at most two all-to-alls among the ranks
         that step shards of its matrices.
+    Host synchronization: none if parameters and process groups are on one device.
     Memory: in a step, the full matrices of two rounds, the results of two rounds, and the communication buffers, in
         ``ns_dtype``. On a CPU, the matrices and buffers are kept for the next step. On a GPU, matrices of equal shapes in
         a round are orthogonalised together, which needs about four times their memory.

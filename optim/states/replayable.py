@@ -140,6 +140,7 @@ class UpdateRecorder(ParamTransform):
         Host synchronization: one.
         """
         if not bool(request.skip):
+            self._inputs = None  # frees the old copies before the new ones are made
             self._inputs = self._now(partial(update, replace(request, low_precision_out=None, split_weights=None)))
         update(request)
 

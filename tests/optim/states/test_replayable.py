@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from flips import LAYOUTS, Run, What, bits_of, flip
 from meshstep.amp import Bf16
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Replayable, ReplicaMismatchError, Sharded, replay
+from meshstep.optim.states import replayable
+from meshstep.optim.states.replayable import State, UpdateRecorder, _copied
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -78,6 +82,24 @@ def test_replay_after_skipped_step_checks_update_before_it() -> None:
     assert replay(optimizer) == []
     flip(piece, 31)
     assert replay(optimizer) == ["b: parameter"]
+
+
+def test_step_frees_old_copies_before_it_makes_new_ones() -> None:
+    optimizer = alone(OPTIMIZERS["fused AdamW"])
+    (recorder,) = (found for found in optimizer.transforms.transforms if isinstance(found, UpdateRecorder))
+    alive = list[int]()
+
+    def counted(state: State) -> State:
+        alive.append(sum(copy() is not None for copy in copies))
+        return _copied(state)
+
+    step_of(optimizer)
+    assert recorder._inputs is not None
+    copies = [weakref.ref(kept.value) for kept in recorder._inputs.params.values()]
+    with mock.patch.object(replayable, "_copied", counted):
+        step_of(optimizer)
+    assert alive
+    assert set(alive) == {0}
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def declare_adapters(
     `reduce_from` on a row-parallel layer. `prove` checks this.
 
     Args:
-        model: The model, after adapters were added. Weights of sharded base layers are declared or are DTensors.
+        model: The model, after adapters were added. The weights of base layers must be declared or DTensors, unless the
+            mesh has one rank, or the registry is derived from the model.
         registry: The process groups. None: the registry of a layer of meshstep in the model, or else one derived from the
             model, as `ParallelOptimizer.for_model` does. Default: None.
         sequence_parallel: As in `LoRA`. Default: None.
@@ -297,7 +298,7 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
     ranks. Every rank must enter it.
 
     Args:
-        model: A model with adapters (`declare_adapters`). Without adapters the context does nothing.
+        model: A model with adapters (`declare_adapters`). Without adapters the context changes nothing.
         registry: The process groups.
         seed: Seed of the values. Default: 0.
     Raises:

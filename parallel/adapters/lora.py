@@ -44,7 +44,7 @@ class LoRA(AroundBase):
         model.up = LoRA(model.up, r=8, alpha=16)
 
     Args:
-        base: The layer. Its weight must be declared, unless the mesh has one rank.
+        base: The layer. Its weight must be declared or a DTensor, unless the mesh has one rank.
         r: Rank of the adapter.
         alpha: The adapter's output is multiplied by ``alpha / r``.
         registry: The process groups. None: those of ``base``, if it is a layer of meshstep; for other layers, a new
@@ -349,7 +349,7 @@ def add_lora(
         if not matching and not of_experts:
             raise ValueError(
                 f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
-                f"{some([*filter(None, modules)])}; give the name of a layer, or of a parameter [experts, out, in]"
+                f"{some([*filter(None, modules)]) or 'none'}; give the name of a layer, or of a parameter [experts, out, in]"
             )
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
             raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")

@@ -271,7 +271,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
     memory = local.data_ptr()
     piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
-    # Without a source, the first call has raised an error after it made the local parameter.
+    # A local parameter has no source if the call that created it raised an error afterwards.
     source = (None, None, None, None) if piece is None else piece.__dict__.get(_SOURCE, (None, None, None, None))
     if piece is None or source[0] is not local or source[3] != memory:
         piece = _follow_memory(param, piece)

@@ -166,7 +166,7 @@ def parts_of(entry: Entry) -> tuple[Part, ...]:
     """
     parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(map(_is_part, parts)):
-        raise ValueError(f"{entry!r} is not an entry of a spec; give an axis name, a tuple of axis names or None")
+        raise ValueError(f"{entry!r} does not name axes of a spec; give an axis name, a tuple of axis names or None")
     return parts
 
 
@@ -557,7 +557,8 @@ class P:
                 known = ", ".join(topology.axes) + (
                     f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
                 )
-                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {known}{topology.hint(axis)}")
+                advice = topology.hint(axis) or "; name one of these axes"
+                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {known}{advice}")
         self._check_coordinates(topology, name, topology.aliases)
         self.resolve(topology)
 

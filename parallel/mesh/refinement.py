@@ -16,6 +16,8 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,8 +59,6 @@ def gathered(make: Callable[[], T]) -> list[T]:
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
-    import torch.distributed as dist  # imported here, because a topology alone needs no torch
-
     mine: tuple[T] | str
     try:
         mine = (make(),)

@@ -158,7 +158,7 @@ def _default_timeout() -> timedelta | None:
 
 @contextmanager
 def _environment(device: torch.device | None) -> Iterator[None]:
-    # NCCL reads the device of a new group from LOCAL_RANK. With device_id=, new_group would connect the members
+    # torch chooses the NCCL device of a new group by LOCAL_RANK. With device_id=, new_group would connect the members
     # immediately.
     wanted = _LAZY_ENVIRONMENT if device is None else {**_LAZY_ENVIRONMENT, "LOCAL_RANK": str(device.index)}
     before = {name: os.environ.get(name) for name in wanted}

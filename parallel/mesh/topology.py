@@ -113,11 +113,14 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
 
 
 def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Role:
-    for source, origin in ((explicit, "by roles= of"), (_ROLE_BY_NAME, "by the name")):
+    for source, origin, advice in (
+        (explicit, "by roles= of", "leave out one of these entries"),
+        (_ROLE_BY_NAME, "by the name", f"roles={{{axis!r}: ...}}"),
+    ):
         found = {name: source[name] for name in names if name in source}
         if len({*found.values()}) > 1:
             conflict = " and ".join(f"{role!r} {origin} {name!r}" for name, role in found.items())
-            raise ValueError(f"axis {axis!r} has two roles, {conflict}; give it one role: roles={{{axis!r}: ...}}")
+            raise ValueError(f"axis {axis!r} has two roles, {conflict}; give it one role: {advice}")
         if found:
             return next(iter(found.values()))
     return "model"
@@ -585,7 +588,8 @@ class Topology(ByRole):
         Raises:
             ValueError: A name is unknown, or an axis is named twice, directly or by an alias.
         """
-        return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])  # a list, for torch.compile
+        # A list, because torch.compile can't trace `prod` of a generator.
+        return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])
 
     def role(self, axis: str) -> Role:
         """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.
@@ -646,7 +650,7 @@ class Topology(ByRole):
         for name, value in coordinate.items():
             size = self.size(name)
             if not 0 <= value < size:
-                raise ValueError(f"coordinate {name}={value} is out of range; axis {name!r} goes from 0 to {size - 1}")
+                raise ValueError(f"coordinate {name}={value} is out of range; give a number from 0 to {size - 1}")
             for atom in reversed(self._atoms(name)):
                 value, found[atom] = divmod(value, self.size(atom))
         return found
@@ -743,7 +747,8 @@ class Topology(ByRole):
             return (name,)
         atoms = self.aliases.get(name)
         if atoms is None:
-            raise ValueError(f"unknown axis {name!r}{self.hint(name)} ({self.named()})")
+            advice = self.hint(name) or "; name an axis or alias of the topology"
+            raise ValueError(f"unknown axis {name!r}{advice} ({self.named()})")
         return atoms
 
     def hint(self, name: str) -> str:  # part of error messages

@@ -73,11 +73,11 @@ def test_axes_take_the_role_of_their_alias() -> None:
         (lambda: Topology(a=2, b=2, aliases={"c": ("a", "a")}), r"write \('a',\), with each axis once"),
         (
             lambda: Topology(dp=2, aliases={"tp": "dp"}),
-            "'data' by the name 'dp' and 'model' by the name 'tp'; give it one role",
+            "'data' by the name 'dp' and 'model' by the name 'tp'; give it one role: roles=",
         ),
         (
             lambda: Topology(x=2, aliases={"y": "x"}, roles={"x": "data", "y": "model"}),
-            "'data' by roles= of 'x' and 'model' by roles= of 'y'; give it one role",
+            "'data' by roles= of 'x' and 'model' by roles= of 'y'; give it one role: leave out one",
         ),
         (
             lambda: FOLDED.size("dat"),
@@ -85,7 +85,7 @@ def test_axes_take_the_role_of_their_alias() -> None:
         ),
         (lambda: FOLDED.peers(0, "data", "expert"), "named twice in data, expert .*'mid' is in several of these"),
         (lambda: FOLDED.role("expert"), "several roles, mid 'data', tensor 'model'"),
-        (lambda: FOLDED.rank(data=4, tensor=0), "coordinate data=4 is out of range; axis 'data' goes from 0 to 3"),
+        (lambda: FOLDED.rank(data=4, tensor=0), "coordinate data=4 is out of range; give a number from 0 to 3"),
         (lambda: FOLDED.rank(data=1), "tensor is missing"),
         (lambda: P("exper").validate(1, FOLDED, "w"), "w: .*names axis 'exper'.*aliases: data, expert.*mean 'expert'"),
         (lambda: P("data", "expert").validate(2, FOLDED, "w"), "axis 'mid' is named twice"),

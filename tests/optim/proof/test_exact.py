@@ -334,7 +334,7 @@ def misshapen() -> str:
 def test_assert_exact_reports_shard_shape_that_contradicts_spec(world: World) -> None:
     text = world.run(2, misshapen)[0]
     assert "the gradient of up, ranks 0-1: rank 0: up: the shard has shape (4, 4), but P(None, 'tensor') gives " in text
-    assert "this rank a shard of shape (8, 2) of the full shape (8, 4); declare the spec" in text
+    assert "the rank at {'tensor': 0} a shard of shape (8, 2) of the full shape (8, 4); declare the spec" in text
 
 
 @pytest.mark.parametrize(

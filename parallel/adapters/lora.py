@@ -349,7 +349,8 @@ def add_lora(
         if not matching and not of_experts:
             raise ValueError(
                 f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
-                f"{some([*filter(None, modules)]) or 'none'}; give the name of a layer, or of a parameter [experts, out, in]"
+                f"{some([*filter(None, modules)]) or 'none'}; give the name of a layer, or of a parameter "
+                "[experts, out, in]"
             )
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
             raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")

@@ -101,8 +101,8 @@ class Region:
         region = cls(tuple(full), spans, 0, prod(shape))
         if region.shape != tuple(shape):
             raise ValueError(
-                f"{name}: the shard has shape {tuple(shape)}, but {spec} gives the rank at {dict(coordinate)} a shard of shape "
-                f"{region.shape} of the full shape {tuple(full)}; declare the spec by which the tensor was sharded"
+                f"{name}: the shard has shape {tuple(shape)}, but {spec} gives the rank at {dict(coordinate)} a shard of "
+                f"shape {region.shape} of the full shape {tuple(full)}; declare the spec by which the tensor was sharded"
             )
         return region
 

@@ -363,9 +363,7 @@ class Setup:
         """Return the reasons why, after backward, gradients of ``params`` are not those of this rank's own samples."""
         reasons = []
         if switch is not None and not self.overlap and self.sum_order == "any":
-            reasons.append(
-                "data_parallel= averages gradients while backward runs: leave it out, and `step` averages them"
-            )
+            reasons.append("data_parallel= averages gradients itself: leave it out, and `step` averages them")
         if not self.average_data:
             reasons.append("other code averages gradients (average_data=False): leave it out, and `step` averages them")
         if self.sum_order == "fixed":

@@ -911,7 +911,10 @@ class TransformChain:
         return None
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model parameters, of the stepped tensors, and of all tensors between them."""
+        """Clear the gradients of the model parameters, of the stepped tensors, and of all tensors between them.
+
+        ``set_to_none`` True (default): set them to None. False: fill them with zeros.
+        """
         with own_calls:
             self.optimizer.zero_grad(set_to_none)
             for transform in self.transforms:

@@ -285,13 +285,16 @@ class Adafactor(FactoredOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: Upper limit of the relative step size min(lr, 1 / sqrt(t)) in step t: a number or a 0-dim tensor.
+        lr: Upper limit of the relative step size min(lr, 1 / sqrt(t)) in step t: a number or a 0-dim tensor. Default
+            0.01.
         beta2_decay: Exponent c <= 0. In step t, the new squared gradients have the weight t^c in the second moments.
+            Default -0.8.
         eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment; None: the machine epsilon of
             the parameter's dtype. The step is multiplied by the RMS of the parameter, or by eps2 if the RMS is smaller.
+            Default (None, 0.001).
         d: Upper limit of the RMS of the scaled gradient, gradient / sqrt(second moment). A gradient with a larger RMS
-            is scaled down to this limit.
-        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+            is scaled down to this limit. Default 1.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``. Default 0.
 
     A full tensor with two or more dims has the states ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns], on
     every rank that steps a shard of it. Other tensors have ``variance``, of the shard's shape.
@@ -479,11 +482,12 @@ class CAME(FactoredOptimizer):
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
         eps: (eps1, eps2). eps1 is added to the squared gradients. eps2 is added to the squared differences between the
-            scaled gradient and the momentum.
+            scaled gradient and the momentum. Default (1e-30, 1e-16).
         clip_threshold: Upper limit of the RMS of the scaled gradient, gradient / sqrt(second moment). A gradient with a
-            larger RMS is scaled down to this limit.
+            larger RMS is scaled down to this limit. Default 1.
         betas: (b1, b2, b3), the decay of the momentum, of the squared gradients, and of the squared differences.
-        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+            Default (0.9, 0.999, 0.9999).
+        weight_decay: Decoupled weight decay, multiplied by ``lr``. Default 0.
 
     Every tensor has the state ``exp_avg``, of the shard's shape. A full tensor with two or more dims also has these
     states on every rank that steps a shard of it: ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and

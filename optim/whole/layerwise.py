@@ -33,9 +33,10 @@ class LAMB(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: A number or a 0-dim tensor.
-        betas, eps: As in Adam.
+        lr: A number or a 0-dim tensor. Default 1e-3.
+        betas, eps: As in Adam. Defaults (0.9, 0.999) and 1e-6.
         weight_decay: The weights times this number are added to the update, before the norm of the update is taken.
+            Default 0.01.
         bias_correction: True (default): divide the moments m and v by 1 - b1^t and 1 - b2^t.
         always_adapt: True: use the trust ratio in param groups without weight decay too. Default: False.
 
@@ -169,11 +170,11 @@ class LARS(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: A number or a 0-dim tensor, applied after the momentum as in `torch.optim.SGD`.
-        momentum, weight_decay, nesterov: As in `torch.optim.SGD`.
+        lr: A number or a 0-dim tensor, applied after the momentum as in `torch.optim.SGD`. Default 1.0.
+        momentum, weight_decay, nesterov: As in `torch.optim.SGD`. Defaults 0, 0 and False.
         trust_coeff: The gradient plus ``weight_decay`` times the weights is multiplied by the trust ratio
-            trust_coeff |weights| / (|gradient| + weight_decay |weights| + eps).
-        eps: Added to this denominator.
+            trust_coeff |weights| / (|gradient| + weight_decay |weights| + eps). Default 0.001.
+        eps: Added to this denominator. Default 1e-8.
         always_adapt: True: use the trust ratio in param groups without weight decay too. Default: False.
 
     Raises:
@@ -290,8 +291,8 @@ class StableAdamW(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: A number or a 0-dim tensor.
-        betas, eps, weight_decay: As in AdamW.
+        lr: A number or a 0-dim tensor. Default 1e-3.
+        betas, eps, weight_decay: As in AdamW. Defaults (0.9, 0.99), 1e-8 and 0.01.
 
     Raises:
         ValueError: An option is out of range.

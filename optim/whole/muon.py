@@ -239,7 +239,8 @@ class Muon(WholeOptimizer):
 
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`, with
+            the same defaults.
         eps: A matrix is divided by its Frobenius norm before it is orthogonalised, or by ``eps`` if the norm is
             smaller. Default 0: no limit, so the update does not depend on the scale of the gradient. `torch.optim.Muon`
             uses 1e-7, so that gradients with a smaller norm give smaller updates.
@@ -249,7 +250,7 @@ class Muon(WholeOptimizer):
         blocks: {glob over names: blocks of a fused weight along its rows}. Each block is a separate matrix. The value
             is the number of equal blocks, or the list of their numbers of rows. Examples: ``3`` for q, k and v; the
             number of heads for Muon per head. A weight that no glob matches has the blocks that its layout declares
-            with `meshstep.parallel.blocks`, along rows or columns. None: no globs.
+            with `meshstep.parallel.blocks`, along rows or columns. None (default): no globs.
         ns_dtype: Dtype of the Newton-Schulz iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In
             float16, elements below 3e-8 become 0. If the short side is at least 128 and the long side at least 1.9
             times as long (with five steps), the Gram form of the iteration is used, and the last bits differ from

@@ -344,20 +344,21 @@ class Shampoo(PreconditionedOptimizer):
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
-        lr: A number or a 0-dim tensor.
+        lr: A number or a 0-dim tensor. Default 0.01.
         betas: (b1, b2), the decay of the momentum and of the preconditioners. b2 = 1: a preconditioner is the sum of
-            the products of gradients, as in the paper.
-        epsilon: Added to the eigenvalues of the preconditioners.
-        weight_decay: Decoupled weight decay, multiplied by ``lr``.
-        max_preconditioner_dim: Dims of a larger size have no preconditioner.
-        precondition_frequency: Number of steps between new roots. The first step always computes roots.
-        grafting: "adam" or "sgd" (SGD with momentum). The update of a matrix is scaled to the norm of this method's
-            step. The update of a vector is this method's step.
-        grafting_beta2, grafting_epsilon: b2 and eps of the Adam step for ``grafting="adam"``.
+            the products of gradients, as in the paper. Default (0.9, 1.0).
+        epsilon: Added to the eigenvalues of the preconditioners. Default 1e-12.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``. Default 0.
+        max_preconditioner_dim: Dims of a larger size have no preconditioner. Default 1024.
+        precondition_frequency: Number of steps between new roots. The first step always computes roots. Default 1:
+            every step computes roots.
+        grafting: "adam" (default) or "sgd" (SGD with momentum). The update of a matrix is scaled to the norm of this
+            method's step. The update of a vector is this method's step.
+        grafting_beta2, grafting_epsilon: b2 and eps of the Adam step for ``grafting="adam"``. Defaults 0.999 and 1e-8.
         blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
             number of equal blocks, or the list of their numbers of rows. A weight that no glob matches has the blocks
-            that its layout declares. None: no globs.
-        factor_dtype: Dtype of preconditioners and roots: float32 or float64.
+            that its layout declares. None (default): no globs.
+        factor_dtype: Dtype of preconditioners and roots: float32 (default) or float64.
 
     Raises:
         ValueError: An option is out of range. In the constructor of `ParallelOptimizer`, or without it in the first
@@ -535,17 +536,18 @@ class SOAP(PreconditionedOptimizer):
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
-        lr: A number or a 0-dim tensor.
-        betas: (b1, b2), the decay of the first and the second moment.
+        lr: A number or a 0-dim tensor. Default 0.003.
+        betas: (b1, b2), the decay of the first and the second moment. Default (0.95, 0.95).
         shampoo_beta: Decay of the preconditioners L and R. A negative value, such as the default -1, means b2.
-        eps: Added to the square root of the second moment.
-        weight_decay: Decoupled weight decay, multiplied by ``lr``.
-        precondition_frequency: Number of steps between new bases.
-        max_precond_dim: Dims of a larger size have no preconditioner.
+        eps: Added to the square root of the second moment. Default 1e-8.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``. Default 0.01.
+        precondition_frequency: Number of steps between new bases. Default 10.
+        max_precond_dim: Dims of a larger size have no preconditioner. Default 10000.
         blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
             number of equal blocks, or the list of their numbers of rows. A weight that no glob matches has the blocks
-            that its layout declares. None: no globs.
-        factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
+            that its layout declares. None (default): no globs.
+        factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 (default) or
+            float64.
 
     Raises:
         ValueError: An option is out of range. In the constructor of `ParallelOptimizer`, or without it in the first

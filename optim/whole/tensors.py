@@ -638,7 +638,7 @@ class WholeTensors:
             stack: [tensors, number of elements of a stepped tensor], float64. Its elements are ignored if `contributes`
                 returns False.
             dims: Dims of the full tensor to sum over.
-            square: True: sum the squares of the elements.
+            square: True: sum the squares of the elements. False (default): sum the elements.
         """
         position, along = positions[0], tuple(dim + 1 for dim in dims)
         shape, boxes = self.tensors[position].shape, self._canonical_boxes[position]

@@ -496,6 +496,6 @@ def check_is_parallel(optimizer: object) -> None:
     """Raise TypeError if ``optimizer`` has no attribute ``registry``, and so is not a `ParallelOptimizer`."""
     if not hasattr(optimizer, "registry"):
         raise TypeError(
-            f"the optimizer is a {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has the "
-            "master weights, the shards and the step counts"
+            f"the optimizer is of type {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has "
+            "the master weights, the shards and the step counts"
         )

@@ -629,8 +629,8 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
     kind = kind_of(optimizer.optimizer)
     if content["optimizer"] != kind:
         raise ValueError(
-            f"the checkpoint was saved with {content['optimizer']}, but this optimizer is {kind}; make a "
-            f"{content['optimizer']} optimizer, or load only the model: load_checkpoint(path, model, None, "
+            f"the checkpoint was saved with {content['optimizer']}, but this optimizer is {kind}; wrap "
+            f"{content['optimizer']} as in the saved run, or load only the model: load_checkpoint(path, model, None, "
             "registry=registry)"
         )
     if (content["schedule"] is None) != (schedule is None):

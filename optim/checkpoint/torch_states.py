@@ -472,9 +472,9 @@ class TorchStates(torch.optim.Optimizer):
         try:
             rest = _with_numbers(self._rest(), numbers)
             return rest if clip is None else {**rest, "clip": json.loads(clip)}
-        except (TypeError, OverflowError, RecursionError, RuntimeError, json.JSONDecodeError) as problem:
+        except (TypeError, RecursionError, json.JSONDecodeError) as problem:
             raise ValueError(
-                f"the state has a wrong number or text ({problem}); give the result of state_dict()"
+                f"the state has {_CLIP}={clip!r:.80}, which is no JSON ({problem}); give the result of state_dict()"
             ) from None
 
     def _saved_states(self, state_dict: Mapping[str, Any]) -> list[tuple[ParameterStates, Mapping[str, Any]]]:
@@ -538,7 +538,7 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
         numbers: Numbers or tensors by path in ``content``: the keys joined by "/".
         before: The path of ``content`` in the outermost dict, ending in "/". Default "": ``content`` is that dict.
     Raises:
-        ValueError: A number is missing.
+        ValueError: A number is missing, or a value is not a number.
     """
     result: dict[str, Any] = {}
     for key, value in content.items():
@@ -547,10 +547,17 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
         elif isinstance(value, (int, float)):
             if f"{before}{key}" not in numbers:
                 raise ValueError(
-                    f"the state has no {before}{key}: it was saved in another precision mode; continue in that mode"
+                    f"the state has no number {_OWN}{before}{key}: it was saved in another precision mode, or not with "
+                    "TorchStates; continue in that mode, or give the state_dict() of a TorchStates"
                 )
             found = numbers[f"{before}{key}"]
-            result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)
+            try:
+                result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                raise ValueError(
+                    f"the state has {_OWN}{before}{key}={found!r:.80}, which is no number; give the result of "
+                    "state_dict()"
+                ) from None
         else:
             result[key] = value
     return result

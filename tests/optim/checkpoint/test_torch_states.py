@@ -13,8 +13,8 @@ from dtensors import registry_of
 from fully_sharded import adamw, sharded_net
 from fully_sharded import data as rows
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import HalfStates, ParallelOptimizer, Sharded, TorchStates
-from meshstep.parallel import P, ProcessGroupRegistry, annotate, blocks, gather_from, shard
+from meshstep.optim import ByPreviousNorm, HalfStates, ParallelOptimizer, Sharded, TorchStates
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks, gather_from, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -276,3 +276,38 @@ def laid_out_the_other_way() -> None:
 
 def test_state_with_same_shard_shape_but_other_layout_is_resharded(world: World) -> None:
     world.run(4, laid_out_the_other_way)
+
+
+# Wrong states ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("x", "has meshstep/skipped_steps='x', which is no number; give the result of state_dict"),
+        (None, "has no number meshstep/skipped_steps: .*, or not with TorchStates"),
+    ],
+)
+def test_state_without_valid_number_of_skipped_steps_is_rejected(value: str | None, said: str) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=0.1), ProcessGroupRegistry(Topology()))
+    states = TorchStates(optimizer)
+    saved = states.state_dict()
+    saved["param_groups"][0] |= {"meshstep/skipped_steps": value}
+    if value is None:
+        del saved["param_groups"][0]["meshstep/skipped_steps"]
+    with pytest.raises(ValueError, match=said):
+        states.load_state_dict(saved)
+    states.load_state_dict(states.state_dict())
+
+
+def test_state_with_wrong_text_of_a_clipping_rule_is_rejected() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = ParallelOptimizer(
+        torch.optim.SGD([weight], lr=0.1), ProcessGroupRegistry(Topology()), max_norm=ByPreviousNorm(1.0)
+    )
+    states = TorchStates(optimizer)
+    saved = states.state_dict()
+    saved["param_groups"][0]["meshstep/clip"] = "{"
+    with pytest.raises(ValueError, match=r"has meshstep/clip='{', which is no JSON \("):
+        states.load_state_dict(saved)

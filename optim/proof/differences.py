@@ -90,8 +90,8 @@ class Objective:
         """Run one forward and backward, and return the losses of all ranks. The gradients remain in ``.grad``.
 
         Raises:
-            ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or returned a tensor
-                that does not have exactly one element. A rank whose ``loss_fn`` raised raises the same error.
+            ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or did not return a
+                tensor with one element or None. A rank whose ``loss_fn`` raised raises the same error.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -189,9 +189,11 @@ def unequal_loss_axes(losses: Losses, topology: Topology, within: float) -> tupl
     return tuple(found)
 
 
-def _number(loss: Tensor | None) -> float | None:
+def _number(loss: object) -> float | None:
     if loss is None:
         return None
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; return the loss as a tensor, or None without a loss")
     if loss.numel() != 1:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss as a single number")
     return float(local_tensor(loss.detach()).double())

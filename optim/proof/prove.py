@@ -186,7 +186,8 @@ def prove(
             the same type). The other rank logs its error at once. If this rank waits for that rank in a collective of
             the model, it raises only after the collective has timed out.
         TypeError: A parameter has half precision and ``dtype`` is None; or a DTensor of a lower dtype would have to be
-            converted to float64; or ``dtype`` is neither float64 nor None.
+            converted to float64; or ``dtype`` is neither float64 nor None; or ``loss_fn`` returned neither a tensor nor
+            None.
 
     Collectives: those of the model in one forward and backward, in two forwards to measure rounding errors, and in
         about two forwards per 64 right parameters, more for wrong ones. Also object all-gathers over the world.

@@ -380,7 +380,8 @@ def _misused(kind: str) -> Proof:
         if kind != "undeclared":
             declare(model, {"*": P()})
         x = torch.ones(4, 3, dtype=torch.float64)
-        losses: dict[str, Callable[[nn.Module], Tensor | None]] = {
+        losses: dict[str, Callable[[nn.Module], Any]] = {
+            "number": lambda model: model(x).mean().item(),
             "none": lambda model: None if registry.rank("data") else model(x).mean(),
             "nan": lambda model: model(x).mean() * float("nan" if registry.rank("data") else 1),
             "vector": lambda model: model(x),
@@ -392,6 +393,7 @@ def _misused(kind: str) -> Proof:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("number", "loss_fn returned float; return the loss as a tensor"),
         ("none", "no rank at data=1 returned a loss"),
         ("nan", "the loss of rank 1 is nan"),
         ("vector", r"shape \(4, 2\); return the loss as a single number"),

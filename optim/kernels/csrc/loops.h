@@ -7,14 +7,14 @@
 #if INSTRUCTIONS == AVX512
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"))), apply_to = function)
 #else
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #endif
 #elif INSTRUCTIONS > 0
 #pragma GCC push_options
 #if INSTRUCTIONS == AVX512
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
 #else
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #endif
 
@@ -30,10 +30,12 @@
 #define floatsN floats4
 #define intsN ints4
 #define doublesN doubles4
-#define DOUBLES_OF(floats) __builtin_convertvector(floats, doubles4)
 #if INSTRUCTIONS == AVX2
 #define FLOAT16S_AT(at) ((floats4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(at))))
+/* GCC passes the half of a __builtin_convertvector through memory. */
+#define DOUBLES_OF(floats) ((doubles4)_mm256_cvtps_pd((__m128)(floats)))
 #else
+#define DOUBLES_OF(floats) __builtin_convertvector(floats, doubles4)
 #define FLOAT16S_AT(at) floats_of_float16((const uint16_t *)(at))
 #endif
 #endif
@@ -129,6 +131,8 @@ INLINE doublesN NAME(added)(doublesN sum, floatsN floats, const int squares) {
     doublesN values = DOUBLES_OF(floats);
 #if INSTRUCTIONS == AVX512
     if (squares) return (doublesN)_mm512_fmadd_pd((__m512d)values, (__m512d)values, (__m512d)sum);
+#elif INSTRUCTIONS == AVX2
+    if (squares) return (doublesN)_mm256_fmadd_pd((__m256d)values, (__m256d)values, (__m256d)sum);
 #endif
     return sum + (squares ? values * values : values);
 }
@@ -324,52 +328,131 @@ INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *
     }
 }
 
+#if INSTRUCTIONS > 0
+/* Convert a strip of elements of `dtype`, a constant. GCC makes scalar code of the loops over blocks if their length is known. */
+INLINE void NAME(widen_strip)(const int dtype, const uint16_t *from, float *to) {
+#if INSTRUCTIONS == AVX512
+    __m256i halves = _mm256_loadu_si256((const __m256i *)from);
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); /* of bfloat16 */
+    _mm512_storeu_ps(to, dtype == FLOAT16 ? _mm512_cvtph_ps(halves) : _mm512_castsi512_ps(bits));
+#else
+    for (int k = 0; k < STRIP; k += 8) {
+        __m128i halves = _mm_loadu_si128((const __m128i *)(from + k));
+        __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+        _mm256_storeu_ps(to + k, dtype == FLOAT16 ? _mm256_cvtph_ps(halves) : _mm256_castsi256_ps(bits));
+    }
+#endif
+}
+
+INLINE void NAME(round_strip)(const int dtype, const float *from, uint16_t *to) {
+    __m256 values[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+    if (dtype == FLOAT16) {
+        for (int k = 0; k < 2; k++)
+            _mm_storeu_si128((__m128i *)(to + 8 * k), _mm256_cvtps_ph(values[k], _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+    if (_mm256_movemask_ps(_mm256_cmp_ps(values[0], values[1], _CMP_UNORD_Q))) { /* a NaN */
+        NAME(round_bfloat16)(from, to, STRIP);
+        return;
+    }
+    __m256i rounded[2];
+    for (int k = 0; k < 2; k++) {
+        __m256i bits = _mm256_castps_si256(values[k]), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        rounded[k] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    }
+    /* The pack interleaves the 64-bit quarters of both vectors. */
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded[0], rounded[1]), 0xd8);
+    _mm256_storeu_si256((__m256i *)to, packed);
+}
+#endif
+
 /* Adam in strips of one cache line, with prefetches between strips, because a vectorised loop cannot contain prefetches.
- * `raw`: the gradients, of `size` bytes per element. `half`: the half-precision copies, or NULL. */
-INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
-                             float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
-                             const char *raw, int size, const uint16_t *half, const int decoupled, const int amsgrad) {
+ * Gradients of another dtype than float32 are widened, and parameters rounded to `copy`, while they are in registers.
+ * copy_dtype: FLOAT32 if no copies are written. Then `copy` is only prefetched; it can be NULL. */
+INLINE void NAME(adam_strips)(float *restrict p, const char *restrict grad, float *restrict m, float *restrict v,
+                              float *restrict most, uint16_t *restrict copy, int64_t n, const struct adam set, float step_size,
+                              float root, const int grad_dtype, const int copy_dtype, const int decoupled, const int amsgrad) {
+    const int size = grad_dtype == FLOAT32 ? 4 : 2;
+    float wide[STRIP];
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
+    for (; i + STRIP <= n; i += STRIP) {
+        const char *raw = grad + i * size;
+        const float *g = grad_dtype == FLOAT32 ? (const float *)raw : wide;
         __builtin_prefetch((const char *)(p + i) + AHEAD, 1);
-        __builtin_prefetch(raw + i * size + AHEAD);
-        if (half) __builtin_prefetch((const char *)(half + i) + AHEAD, 1);
+        __builtin_prefetch(raw + AHEAD);
+        if (copy) __builtin_prefetch((const char *)(copy + i) + AHEAD, 1);
         __builtin_prefetch((const char *)(m + i) + AHEAD, 1);
         __builtin_prefetch((const char *)(v + i) + AHEAD, 1);
-        NAME(adam)(p + i, grad + i, m + i, v + i, most ? most + i : most, 16, set, step_size, root, decoupled, amsgrad);
+#if INSTRUCTIONS > 0
+        if (grad_dtype != FLOAT32) NAME(widen_strip)(grad_dtype, (const uint16_t *)raw, wide);
+#endif
+        NAME(adam)(p + i, g, m + i, v + i, amsgrad ? most + i : NULL, STRIP, &set, step_size, root, decoupled, amsgrad);
+#if INSTRUCTIONS > 0
+        if (copy_dtype != FLOAT32) NAME(round_strip)(copy_dtype, p + i, copy + i);
+#endif
     }
-    NAME(adam)(p + i, grad + i, m + i, v + i, most ? most + i : most, n - i, set, step_size, root, decoupled, amsgrad);
+    const float *g = NAME(widened)(grad_dtype, grad, i, n - i, wide);
+    NAME(adam)(p + i, g, m + i, v + i, amsgrad ? most + i : NULL, n - i, &set, step_size, root, decoupled, amsgrad);
+    if (copy_dtype != FLOAT32) NAME(written_half)(copy_dtype, p + i, copy + i, 0, n - i);
+}
+
+/* Adam of one block, with the conversions inside for the usual dtypes of gradients and copies. Returns 0, and changes nothing,
+ * for other dtypes and amsgrad. */
+static int NAME(adam_converting)(const struct update *update, float *p, const char *grad, float *m, float *v, uint16_t *copy,
+                                 int64_t n, float step, float root) {
+#if INSTRUCTIONS > 0
+    const struct adam *set = &update->adam;
+    const int grad_dtype = update->grad_dtype, copy_dtype = copy ? update->half_dtype : FLOAT32;
+#define IF_DTYPES(OF_GRAD, OF_COPY)                                                                                     \
+    if (grad_dtype == OF_GRAD && copy_dtype == OF_COPY) {                                                               \
+        if (set->decoupled) NAME(adam_strips)(p, grad, m, v, NULL, copy, n, *set, step, root, OF_GRAD, OF_COPY, 1, 0);  \
+        else NAME(adam_strips)(p, grad, m, v, NULL, copy, n, *set, step, root, OF_GRAD, OF_COPY, 0, 0);                 \
+        return 1;                                                                                                       \
+    }
+    if (set->amsgrad) return 0;
+    IF_DTYPES(FLOAT32, BFLOAT16)
+    IF_DTYPES(FLOAT32, FLOAT16)
+    IF_DTYPES(BFLOAT16, BFLOAT16)
+    IF_DTYPES(FLOAT16, FLOAT16)
+#undef IF_DTYPES
+#endif
+    return 0;
 }
 
 static void NAME(update)(const struct update *update, const struct tensor *tensor, int64_t start, int64_t length) {
+    const float step = tensor->by_step[0], root = tensor->by_step[1];
     float buffer[BLOCK], joined[BLOCK];
     for (int64_t at = start; at < start + length; at += BLOCK) {
         int64_t n = start + length - at < BLOCK ? start + length - at : BLOCK;
         float *p = tensor->rest ? joined : tensor->param + at;
-        if (tensor->rest) NAME(join)((const uint16_t *)tensor->half + at, tensor->rest + at, joined, n);
+        uint16_t *half = tensor->half ? (uint16_t *)tensor->half + at : NULL;
+        float *first = tensor->first ? tensor->first + at : NULL, *second = tensor->second ? tensor->second + at : NULL;
+        if (update->kind == ADAM && !tensor->rest) {
+            const char *raw = (const char *)tensor->grad + at * size_of(update->grad_dtype);
+            if (NAME(adam_converting)(update, p, raw, first, second, half, n, step, root)) continue;
+        }
+        if (tensor->rest) NAME(join)(half, tensor->rest + at, joined, n);
         const float *g = NAME(widened)(update->grad_dtype, tensor->grad, at, n, buffer);
         if (update->kind == ADAM) {
             const struct adam *set = &update->adam;
-            float *m = tensor->first + at, *v = tensor->second + at, *most = set->amsgrad ? tensor->third + at : NULL;
-            float rate = tensor->by_step[0], root = tensor->by_step[1];
-            int size = (int)size_of(update->grad_dtype);
-            const char *raw = (const char *)tensor->grad + at * size;
-            const uint16_t *half = tensor->half ? (const uint16_t *)tensor->half + at : NULL;
-            if (set->decoupled && !set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 1, 0);
-            else if (set->decoupled) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 1, 1);
-            else if (!set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 0, 0);
-            else NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 0, 1);
+            float *most = set->amsgrad ? tensor->third + at : NULL;
+#define STRIPS(DECOUPLED, AMSGRAD)                                                                                       \
+    NAME(adam_strips)(p, (const char *)g, first, second, most, half, n, *set, step, root, FLOAT32, FLOAT32, DECOUPLED, AMSGRAD)
+            if (set->decoupled && !set->amsgrad) STRIPS(1, 0);
+            else if (set->decoupled) STRIPS(1, 1);
+            else if (!set->amsgrad) STRIPS(0, 0);
+            else STRIPS(0, 1);
+#undef STRIPS
         } else if (update->kind == SGD) {
             const struct sgd *set = &update->sgd;
-            float *momentum = tensor->first ? tensor->first + at : NULL;
-            if (!momentum) NAME(sgd)(p, g, momentum, n, set, 0, 0);
-            else if (set->nesterov) NAME(sgd)(p, g, momentum, n, set, 1, 1);
-            else NAME(sgd)(p, g, momentum, n, set, 1, 0);
+            if (!first) NAME(sgd)(p, g, first, n, set, 0, 0);
+            else if (set->nesterov) NAME(sgd)(p, g, first, n, set, 1, 1);
+            else NAME(sgd)(p, g, first, n, set, 1, 0);
         } else {
-            NAME(adagrad)(p, g, tensor->first + at, n, &update->adagrad, tensor->by_step[0]);
+            NAME(adagrad)(p, g, first, n, &update->adagrad, step);
         }
-        if (tensor->rest) NAME(split)(joined, (uint16_t *)tensor->half + at, tensor->rest + at, n);
-        else if (tensor->half) NAME(written_half)(update->half_dtype, p, tensor->half, at, n);
+        if (tensor->rest) NAME(split)(joined, half, tensor->rest + at, n);
+        else if (half) NAME(written_half)(update->half_dtype, p, half, 0, n);
     }
 }
 #undef AHEAD

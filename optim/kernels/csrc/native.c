@@ -19,7 +19,7 @@
 enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
-enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, BLOCK = 1024, CHUNK = 16384 };
+enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, STRIP = 16, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
 #define EIGHT 8            /* elements of a mean; a macro, because loops.h compares it in #if */
 
@@ -126,7 +126,8 @@ static const struct loops all_loops[] = {
 static int runs_here(int index) {
 #if defined(__x86_64__)
     unsigned a, b, c = 0, d;
-    if (index == 1) return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    if (index == 1)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     if (index == 2)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && runs_here(1);

@@ -62,6 +62,22 @@ def test_compiled_update_matches_float64_reference(
         steps_as_the_reference(ByLoops(rule, numels, grad_dtype, half, seed), factor)
 
 
+@pytest.mark.parametrize("rule", [Adam(1e-3), Adam(1e-3, weight_decay=0.1, decoupled=False)], ids=repr)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("half", [None, *HALVES])
+def test_adam_updates_are_bitwise_identical_for_all_instruction_sets_and_dtypes(
+    rule: Rule, grad_dtype: torch.dtype, half: torch.dtype | None
+) -> None:
+    results = list[list[Tensor]]()
+    for instructions in INSTRUCTIONS:
+        case = ByLoops(rule, [5, 16, 31, 1024, 20_001], grad_dtype, half, seed=8)
+        with with_instructions(instructions):
+            case.step(0.37)
+        results.append(case.everything())
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
 def test_updates_are_bitwise_identical_for_all_instruction_sets_and_thread_counts(rule: Rule) -> None:
     results = list[list[Tensor]]()
@@ -89,14 +105,23 @@ def test_skipped_compiled_update_changes_nothing(rule: Rule, instructions: str) 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
-def test_low_precision_weights_are_rounded_as_by_torch(instructions: str, half: torch.dtype) -> None:
-    """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN."""
+@pytest.mark.parametrize("rule", [SGD(1.0), Adam(0.0), Adam(0.0, decoupled=False)], ids=repr)
+@pytest.mark.parametrize("half_gradients", [False, True])
+def test_low_precision_weights_are_rounded_as_by_torch(
+    instructions: str, half: torch.dtype, rule: Rule, half_gradients: bool
+) -> None:
+    """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN.
+    Adam rounds inside its loop, the other rules in a second loop."""
     bits = torch.arange(2**16, dtype=torch.int32)
     exact = bits.to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
-    values = torch.cat([exact, between, *(torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))])
-    case = ByLoops(SGD(1.0), [values.numel()], torch.float32, half, seed=6)
-    case.params, case.grads = [values.clone()], [torch.zeros_like(values)]
+    one_nan = torch.ones(256, dtype=torch.int32)
+    one_nan[::17] = 2**31 - 1  # at each position of a vector; rounding up its bits would give -0
+    neighbours = (torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))
+    values = torch.cat([exact, between, *neighbours, one_nan.view(torch.float32)])
+    grad_dtype = half if half_gradients else torch.float32
+    case = ByLoops(rule, [values.numel()], grad_dtype, half, seed=6)
+    case.params, case.grads = [values.clone()], [torch.zeros_like(values, dtype=grad_dtype)]
     with with_instructions(instructions):
         case.step(1.0)
     assert case.halves is not None
@@ -115,6 +140,21 @@ def test_low_precision_gradients_are_read_as_by_torch(instructions: str, half: t
     with with_instructions(instructions):
         case.step(1.0)
     assert torch.equal(case.params[0].nan_to_num(0.5), grads.float().nan_to_num(0.5))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("grad_dtype", HALVES)
+@pytest.mark.parametrize("half", [None, *HALVES])
+def test_adam_reads_low_precision_gradients_as_torch_does(
+    instructions: str, grad_dtype: torch.dtype, half: torch.dtype | None
+) -> None:
+    """The test covers all 2^16 values: with a ``beta1`` of 0, the first moment is the gradient."""
+    grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(grad_dtype)
+    case = ByLoops(Adam(1e-3, beta1=0.0), [2**16], grad_dtype, half, seed=7)
+    case.grads = [grads]
+    with with_instructions(instructions):
+        case.step(1.0)
+    assert torch.equal(case.states[0][0].nan_to_num(0.5), grads.float().nan_to_num(0.5))
 
 
 MAKE: list[tuple[type[torch.optim.Optimizer], dict[str, Any], Rule]] = [

@@ -361,11 +361,12 @@ class ShardedDataLoader(DataLoader[T]):
             changed = [name for name, value in self._order().items() if state_dict[name] != value]
             if changed:
                 name = changed[0]
+                wanted = f"{name}={state_dict[name]}"
                 raise ValueError(
-                    f"the state was saved in epoch {epoch} after {position} samples with {name}={state_dict[name]}, but "
-                    f"this loader has {name}={self._order()[name]}, so samples would be skipped or repeated. Build the "
-                    f"loader with {name}={state_dict[name]}, or begin the next epoch: load_state_dict({{**state, "
-                    f"'epoch': {epoch + 1}, 'position': 0}})"
+                    f"the state was saved in epoch {epoch} after {position} samples with {wanted}, but this loader has "
+                    f"{name}={self._order()[name]}, so samples would be skipped or repeated. Build the loader with "
+                    f"{'the same dataset' if name == 'samples' else wanted}, or begin the next epoch: "
+                    f"load_state_dict({{**state, 'epoch': {epoch + 1}, 'position': 0}})"
                 )
             if epoch < 0 or not 0 < position < self._sampler.samples:
                 samples = self._sampler.samples

@@ -72,20 +72,21 @@ def check_random_state(state: object) -> None:
     if gauss is not None:
         check_number(gauss, "the random state['python'][2]")
     devices = {"cpu": "cpu", **({"cuda": "cuda"} if "cuda" in state and torch.cuda.is_available() else {})}
+    numpy = sys.modules.get("numpy") if "numpy" in state else None
     try:
         random.Random().setstate((version, tuple(numbers), gauss))
         for name, device in devices.items():
             torch.Generator(device).set_state(state[name])
-        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        if numpy:
             numpy.random.RandomState().set_state(state["numpy"])
-            items(check_text, list_of(check_count), check_count, check_count, check_number)(state["numpy"], "numpy")
-    except ValueError:
-        raise
     except Exception as problem:
+        reason = (str(problem) or type(problem).__name__).splitlines()[0]
         raise ValueError(
-            f"the saved state of a random number generator can't be restored: {str(problem).splitlines()[0]}; load another "
-            "checkpoint"
+            f"the saved state of a random number generator can't be restored: {reason}; load another checkpoint"
         ) from None
+    if numpy:
+        check_numpy = items(check_text, list_of(check_count), check_count, check_count, check_number)
+        check_numpy(state["numpy"], "the random state['numpy']")
 
 
 @contextmanager

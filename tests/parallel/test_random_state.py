@@ -70,3 +70,22 @@ def test_state_of_another_machines_cuda_is_ignored_without_cuda() -> None:
         ValueError, match="can't be restored"
     ):  # negative control: the state of a used generator is checked
         check_random_state(state | {"cpu": torch.zeros(16, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"python": (3, [1], None)}, "can't be restored: state vector is the wrong size; load another checkpoint"),
+        ({"numpy": ("PCG64", [1], 1, 0, 0.0)}, "can't be restored: set_state can only be used with legacy MT19937"),
+        (
+            {"numpy": ("MT19937", [2.5] * 624, 1, 0, 0.0)},
+            r"the random state\['numpy'\]\[1\]\[0\] is 2.5; expected an int",
+        ),
+        ({"cpu": torch.zeros(3)}, "can't be restored: RNG state must be a torch.ByteTensor; load another checkpoint"),
+    ],
+)
+def test_state_that_cannot_be_restored_is_named_in_the_error(change: dict[str, Any], message: str) -> None:
+    pytest.importorskip("numpy")
+    check_random_state(random_state())
+    with pytest.raises(ValueError, match=message):
+        check_random_state(random_state() | change)

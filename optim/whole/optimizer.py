@@ -451,8 +451,7 @@ def unscale_together(slots: Sequence[Slot]) -> None:
         scale = alike[0].grad_scale
         assert scale is not None
         grads = [slot.scaled_grad.contiguous() for slot in alike]
-        # `torch._foreach_div` would read the tensor on the host
-        for slot, grad in zip(alike, torch.ops.aten._foreach_div.Tensor(grads, scale.to(grads[0])), strict=True):
+        for slot, grad in zip(alike, torch._foreach_div(grads, scale.to(grads[0])), strict=True):
             slot.grad = grad
 
 

@@ -113,7 +113,7 @@ class AdapterLayout:
 
     @property
     def communicating_axes(self) -> Axes:
-        """Return the axes of the collectives of the forward."""
+        """Return the axes over which the forward of the adapter issues collectives."""
         return ()
 
     @property
@@ -180,7 +180,10 @@ class AdapterLayout:
         return input
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        """Return the column of A of each id, as [..., r]; zeros for an id whose column other ranks hold."""
+        """Return for each id its column of the factor ``a`` [r, ids], as [..., r].
+
+        The result is zero for an id whose column another rank holds.
+        """
         return F.embedding(ids, a.t())
 
     def join(self, hidden: Tensor) -> Tensor:
@@ -320,7 +323,7 @@ class GridLayout(AdapterLayout):
         return None if bias is None else copy_to(bias, self.registry, self.row)
 
     def _own_rows(self, full: Tensor, axis: str | None = None) -> Tensor:
-        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``; None: the axis `row`."""
+        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``; None: on `self.row`."""
         ((offset, length),) = P(axis or self.row).spans(
             0, full.size(0), self.registry.topology, self.registry.coordinate
         )
@@ -366,7 +369,7 @@ class CubeLayout(AdapterLayout):
         return None if bias is None else copy_to(bias, self.registry, self.weight, self.output)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """Return the chunk of ``rows`` along dim 0 for this rank's coordinate on `weight`."""
+        """Return the chunk of ``rows`` along dim 0 for this rank's coordinate on the axis `self.weight`."""
         ((offset, length),) = P(self.weight).spans(0, rows.size(0), self.registry.topology, self.registry.coordinate)
         return rows.narrow(0, offset, length)
 
@@ -376,7 +379,10 @@ class CubeLayout(AdapterLayout):
 
 
 def _local_columns(ids: Tensor, a: Tensor, layout: AdapterLayout, *axes: str) -> Tensor:
-    """Return the column of A of each id, as [..., r]; zeros for an id whose column other ranks along ``axes`` hold."""
+    """Return for each id its column of the factor ``a`` [r, ids], as [..., r].
+
+    The result is zero for an id whose column another rank along ``axes`` holds.
+    """
     if layout.registry.size(*axes) == 1:
         return F.embedding(ids, a.t())
     index, is_remote = local_index(ids, layout.in_features, layout.registry, axes[0])

@@ -158,7 +158,7 @@ class LoRA(AroundBase):
         return (adapted, *result[1:]) if isinstance(result, tuple) else adapted
 
     def _drop(self, input: Tensor) -> Tensor:
-        """Return the input with random elements set to zero, by this rank's shard of the mask of the unsharded input."""
+        """Return the input after dropout, with this rank's shard of the mask of the unsharded input."""
         layout = self._layout
         if not self._has_compared_generators and not torch.compiler.is_compiling():
             _compare_generators(input.device, layout.registry, self._name)
@@ -248,7 +248,7 @@ class LoRA(AroundBase):
 
             model.up.unmerge()
 
-        Raises, collectives, host synchronization: as in `merge`.
+        Raises, host synchronization: as in `merge`. Collectives: all-gathers of the factors over the axes that shard them.
         """
         if not self.is_merged:
             return
@@ -337,7 +337,8 @@ def add_lora(
     Raises:
         ValueError: A target is the name of no layer and no parameter of experts, or of a layer that has an adapter; then
             the model is unchanged. Or as in `LoRA` and `GroupedLoRA`.
-    Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none.
+    Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none, except with DoRA for each
+    weight that `fully_shard` has sharded.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]
     modules, grouped = dict(model.named_modules()), _parameters_of_experts(model)
@@ -536,7 +537,10 @@ def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, na
 def _draw_factors(
     layout: AdapterLayout, r: int, generator: torch.Generator | None, drawn: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the initial full factors A [r, in] and B [out, r]: A as in `nn.Linear` and B zero; on an embedding, A zero."""
+    """Return the initial full factors A [r, in] and B [out, r].
+
+    A is drawn as in `nn.Linear`, and B is zero. On an embedding A is zero, and B is drawn as in `nn.Embedding`.
+    """
     if layout.is_embedding:
         b = draw_embedding(layout.out_features, r, generator=generator, **drawn)
         return torch.zeros(r, layout.in_features, **drawn), b

@@ -356,7 +356,7 @@ def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> N
 def _part_of(
     stored: Mapping[str, Tensor], stored_param: StoredParameter, registry: ProcessGroupRegistry
 ) -> tuple[Tensor, Tensor]:
-    """Return a parameter, and its shard of the tensors of a file."""
+    """Return a parameter, and this rank's shard of its full value in a file."""
     param, spec, keys, _, unpack = stored_param
     full = unpack(torch.cat([stored[key] for key in keys]))
     value = shard(full, spec, registry, uneven=True)

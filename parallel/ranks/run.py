@@ -203,8 +203,8 @@ def was_launched() -> bool:
 class LaunchedRanks(Ranks):
     """The processes of a launcher as `Ranks`, over NCCL if this machine has a CUDA device per process, else over gloo.
 
-    The devices are compared with ``LOCAL_WORLD_SIZE``, or without this variable with the number of all processes. If a
-    default process group exists when this object is constructed, its backend is used instead.
+    The number of devices is compared with ``LOCAL_WORLD_SIZE``, or without this variable with the number of all
+    processes. If a default process group exists when this object is constructed, its backend is used instead.
 
     Args:
         timeout: Seconds that a call may take. Default: 180.

@@ -228,7 +228,8 @@ class LoRA(AroundBase):
         Raises:
             ValueError: A factor is declared with other shards than its base layer requires. The weight is unchanged.
         Collectives: all-gathers of the factors over the axes that shard them; with DoRA also an all-reduce over the axes
-        that shard the input features of the weight. Host synchronization: yes, if there are collectives.
+        that shard the input features of the weight, and on `Embedding3D` and `Classifier3D` a broadcast of the table. Host
+        synchronization: yes, if there are collectives.
         """
         if self.is_merged:
             return

@@ -367,7 +367,7 @@ class Peers(Sequence[int]):
             rest -= digit * stride
             at = at * size + digit
         if rest or at not in range(*slice(start, stop).indices(self._len)):
-            raise ValueError(f"rank {value} isn't one of these {self._len} ranks")
+            raise ValueError(f"rank {value} isn't one of these {self._len} ranks, {self._base} to {self[-1]}")
         return at
 
     def __contains__(self, value: object) -> bool:

@@ -167,7 +167,7 @@ def check_like(value: object, like: object, field: str) -> None:
     """
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):
-            raise wrong(field, value, "True or False")
+            raise wrong(field, value, "True, False or None")
     elif like is None:
         if isinstance(value, Mapping):
             raise wrong(field, value, "a number, a string, True, False, None or a list of these")

@@ -105,14 +105,18 @@ class GradientCompletion:
         Returns:
             An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:
-            RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
-                reduced gradients that only it can reduce. Or a transform can't use the gradients of the window, because
-                backward bypassed the optimizer, gradients were not cleared, or other code wrote weights that have
-                masters, or weights with split masters before the capture of a CUDA graph. In the first window, on every
-                rank: there are no gradients, gradients are not from `backward` or `window`, a pipeline schedule divided
-                gradients twice, the model has trainable parameters that no optimizer has, or settings differ between
-                ranks. In the second and 16th window, on every rank: the step would overwrite weights that other code
-                wrote, for example through ``.data``. With one rank: a parameter was unfrozen.
+            RuntimeError: One of these cases:
+
+                * A parameter was converted to another dtype or device, or, with one rank, was unfrozen.
+                * torch's data parallelism has not reduced gradients that only it can reduce.
+                * A transform can't use the gradients of the window: backward bypassed the optimizer, gradients were not
+                  cleared, or other code wrote weights that have masters. While a CUDA graph captures the step, also if
+                  other code wrote weights that have split masters.
+                * In the first window, on every rank: there are no gradients, or gradients that were not multiplied by the
+                  loss scale; a pipeline schedule divided gradients twice; the model has trainable parameters that no
+                  optimizer has; or settings differ between ranks.
+                * In the second and 16th window, on every rank: the step would overwrite weights that other code wrote,
+                  for example through ``.data``.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
                 a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
                 or accelerate also clips.

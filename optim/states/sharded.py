@@ -679,7 +679,7 @@ class Shards(ParamTransform):
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
-                # Gradients need no further average over these axes: `ZeroBucket` or torch's data parallelism averages.
+                # `ZeroBucket`, `FixedOrderSum` or torch's data parallelism reduces gradients over these axes.
                 averaged = (*entry.averaged, *axes)
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged

@@ -180,7 +180,7 @@ class FactoredOptimizer(WholeOptimizer):
     def write_products(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], into: PackedTensors) -> None:
         """Write the product of the rows' and the columns' factors of each factored tensor into a result of `packed`.
 
-        ``factors`` has a result of `stacked_factors` per stack of the chunk.
+        ``factors`` has (rows' factors, columns' factors) per stack of the chunk, such as a result of `stacked_factors`.
         """
         for stack, (left, right) in zip(chunk.stacks, factors, strict=True):
             position = stack[0].position

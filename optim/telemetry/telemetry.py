@@ -539,6 +539,7 @@ class Telemetry(StepObserver):
             order, or the optimizer already has a Telemetry. With ``noise=`` also: gradients are reduced over data ranks
             before `step`, there is only one data rank, or no trainable parameter's gradient comes from a single data
             rank's samples.
+        TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. In a measured step, one
@@ -587,6 +588,9 @@ class Telemetry(StepObserver):
         if any(isinstance(observer, Telemetry) for observer in self.optimizer.observers):
             raise ValueError("the optimizer already has a Telemetry; call its close() before you create another")
         checked_by(self.by)
+        for name, value, kind in (("spectral", self.spectral, SpectralNorms), ("noise", self.noise, NoiseScale)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r}: give {kind.__name__}(), or None to leave it out")
         if self.spectral is not None:
             self.spectral.check()
         if self.noise is not None:

@@ -265,6 +265,13 @@ def test_telemetry_rejects_invalid_arguments(options: dict[str, Any], said: str)
     Telemetry(optimizer)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("spectral", "SpectralNorms"), ("noise", "NoiseScale")])
+def test_telemetry_rejects_true_as_an_option(name: str, kind: str) -> None:
+    optimizer = alone(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(TypeError, match=rf"{name}=True: give {kind}\(\)"):
+        Telemetry(optimizer, **{name: True})  # type: ignore[arg-type]
+
+
 def test_telemetry_rejects_names_that_are_the_reserved_label() -> None:
     optimizer = alone(nn.ParameterDict({"total": nn.Parameter(torch.ones(3))}))
     for by in ("layer", "parameter"):

@@ -114,9 +114,10 @@ def save_checkpoint(
         ValueError: On every rank: ``keep`` is out of range, or micro-batches were accumulated since the last `step`. Or
             a module has extra state (``get_extra_state``), a parameter needs a declaration, or the optimizer steps a
             tensor that is not in ``model``. Or the schedule's state or ``extra`` contains an object that could not be
-            read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters,
-            have shards of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` is not the
-            last one that ``optimizer`` saved or loaded there. The previous checkpoint is kept.
+            read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters
+            or don't share ``path``, or shards have unequal sizes and no declared full shape (`annotate`). Or the newest
+            checkpoint under ``path`` is not the last one that ``optimizer`` saved or loaded there. The previous
+            checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
@@ -202,7 +203,7 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
         registry: The process groups.
     Raises:
         ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or
-            ranks have shards of unequal sizes.
+            shards have unequal sizes and no declared full shape.
         RuntimeError: On every rank: a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes.
@@ -367,9 +368,9 @@ class AsyncSaver:
         Returns:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError: On every rank: ranks don't share the path or have shards of unequal sizes, or the newest
-                checkpoint under the path is not the last one that the optimizer saved or loaded there. The previous
-                complete checkpoint is kept.
+            ValueError: On every rank: ranks don't share the path, shards have unequal sizes and no declared full shape,
+                or the newest checkpoint under the path is not the last one that the optimizer saved or loaded there.
+                The previous complete checkpoint is kept.
             RuntimeError: On every rank: the checkpoint could not be written. The previous complete checkpoint is kept.
         Collectives: one object all-gather, if a checkpoint was started since the last `wait`; none with one rank.
         """

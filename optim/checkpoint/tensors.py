@@ -247,9 +247,12 @@ def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list
 def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, HeldTensor]) -> None:
     (known, one), (rank, another) = first, other
     if (one.shape, one.dtype) != (another.shape, another.dtype):
-        need = "equal sizes, so make each sharded dim divisible by the size of its mesh axes"
+        need = (
+            "equal sizes: make each sharded dim divisible by the size of its mesh axes, or declare the full shape with "
+            "annotate(..., full_shape=...)"
+        )
         if one.shape == another.shape:
-            need = "one dtype, so give the tensor the same dtype on all ranks"
+            need = "one dtype: give the tensor the same dtype on all ranks"
         raise ValueError(
             f"{key}: rank {rank} has a part of {another}, but rank {known} has a part of {one}; all shards must have {need}"
         )

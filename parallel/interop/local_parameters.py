@@ -1,7 +1,7 @@
 """Local parameters, local gradients and specs of parameters, some of which may be DTensors.
 
 The local parameter of a DTensor is a plain parameter on the memory of its local tensor. A plain parameter is its own local
-parameter. The module `dtensor` is imported only if DTensors are in use, because the import takes most of a second.
+parameter. The module `dtensor` is imported only if DTensors are in use, because the import takes seconds.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def some(names: Iterable[str], most: int = 5) -> str:
 #     row 1     2 3    row 1     6 7
 #
 # The two fastest axes span a block, and there is one block per coordinate on the slower axes. Axes of size 1 are not
-# shown. Only some coordinates of long axes are shown. The text therefore fits on a screen, even for a million ranks.
+# shown. Only some coordinates of long axes are shown. The text therefore has at most about 200 lines, even for a million
+# ranks.
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12

@@ -94,7 +94,8 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         ValueError: ``rank`` is not in 0..size-1.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # imported here, because the import is slow
+    # Imported here, because other versions of torch may lack this private module.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} isn't in a world of {size} ranks; give a rank from 0 to {size - 1}")

@@ -204,13 +204,13 @@ def prepare_dataloader(
             data-parallel axes except ``cp`` and ``context``. Without such axes, every rank gets all samples.
         batch_size: Number of samples per batch of one data coordinate. The size of the global batch is this number
             times the number of data coordinates.
-        shuffle: True: use a new random order in every epoch. False: use the order of the dataset.
+        shuffle: True: use a new random order in every epoch. False: use the order of the dataset. Default: False.
         drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. False: keep it as a
-            smaller step.
+            smaller step. Default: False.
         seed: Seed of the orders and of the random draws, the same on every rank. Default: 0.
         seed_samples: True: seed the generators before each sample, as described above, which takes time. False: random
             draws use the generators of the process, or of torch's workers, whose seeds differ between data coordinates.
-            Pass False if loading draws no random numbers.
+            Pass False if loading draws no random numbers. Default: True.
         **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Returns:
         The loader; one iteration over it is one epoch.
@@ -265,7 +265,7 @@ class ShardedDataLoader(DataLoader[T]):
         dataset: A map-style dataset.
         sampler: Batch sampler of this data coordinate.
         seed_samples: True: random draws in loading depend only on the seed, the epoch and the indices of the samples,
-            as in `prepare_dataloader`. False: the generators are not seeded.
+            as in `prepare_dataloader`. False: the generators are not seeded. Default: True.
         **loader_kwargs: Arguments of torch's DataLoader.
     """
 

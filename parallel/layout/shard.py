@@ -351,7 +351,7 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
         registry: Provides the topology and this rank's coordinate.
         uneven: True: a dim may have any length; it is sharded as `torch.chunk` does. False: the length of a dim must be
             a multiple of the sizes of its axes. Do not pass True for a sharded batch dim: the average of means over
-            unequal batches is not the mean over all samples.
+            unequal batches is not the mean over all samples. Default: False.
     Returns:
         The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes, and this rank is not an owner.
     Raises:

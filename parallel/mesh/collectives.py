@@ -387,7 +387,7 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
         dim: Tensor dim to shard; may be negative.
         uneven: True: shards are the chunks of `torch.chunk`. False: the length of the dim must be a multiple of the
             group size. Do not pass True for the batch dim, because ranks would average over different numbers of
-            samples.
+            samples. Default: False.
     Returns:
         The shard. If the group has size 1: ``tensor`` itself, or with ``uneven=True`` a view of it.
     Raises:
@@ -441,7 +441,7 @@ def reduce_scatter_to(
         axes: Mesh axes of the group, at least one; with ``uneven=True`` exactly one axis.
         dim: Tensor dim to shard; may be negative.
         uneven: True: shards are the chunks of `torch.chunk`. False: the length of the dim must be a multiple of the
-            group size.
+            group size. Default: False.
     Returns:
         The shard. If the group has size 1: ``tensor`` itself, or with ``uneven=True`` a view of it.
     Raises:

@@ -116,7 +116,8 @@ def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
 
     Args:
         group: The group.
-        abort: True: abort pending NCCL collectives. False: wait for them. Other backends ignore this argument.
+        abort: True: abort pending NCCL collectives. False: wait for them. Other backends ignore this argument. Default:
+            False.
     """
     end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
     (end or dist.destroy_process_group)(group)
@@ -414,6 +415,7 @@ class ProcessGroupRegistry:
         backend: Backend of the groups that this registry creates. None: the backend of the default group.
         exclusive_groups: True: create a group of all ranks, for example for collectives in another thread. False: use
             the default group as the group of all ranks, if ``backend`` is None or the backend of the default group.
+            Default: False.
 
     Attributes:
         topology: The ``topology`` argument.
@@ -685,8 +687,8 @@ class ProcessGroupRegistry:
         order.
 
         Args:
-            abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them. A
-                ``with`` block of the registry that ends with an error calls ``close(abort=True)``.
+            abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them.
+                Default: False. A ``with`` block of the registry that ends with an error calls ``close(abort=True)``.
         """
         if not self._closed and self._world is dist.group.WORLD:
             for _, group in sorted(self._made.items()):

@@ -231,8 +231,8 @@ class Probe:
         """Return the most reliable central difference; None if all are lost in rounding.
 
         It is the first difference with a small rounding error that agrees with an earlier difference. If there is none,
-        it is the difference with the smallest step, because a small step contains the fewest kinks of the loss. This
-        one is chosen among the differences with a small rounding error, or among all if none has one.
+        it is the difference with the smallest step, because a small step contains the fewest kinks of the loss.
+        Differences with a larger rounding error are considered only if no difference has a small one.
         """
         usable: list[DifferenceQuotient] = []
         for one in self.differences():
@@ -403,7 +403,7 @@ def cause_of(
     Args:
         known: The parameter with a wrong gradient.
         declared: The gradient contract of its declared layout.
-        found: The contract under which the gradient would be right.
+        found: The result of `Explainer.explain` for this parameter.
         topology: The mesh.
     """
     differ = tuple(

@@ -54,7 +54,8 @@ class Finding:
         module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last one
             of the modules with parameters in which the difference may begin; empty if there are none.
         declared: The declared spec. None if the parameter has none, in `infer`, and for "the forward".
-        inferred: The spec with which the gradient would be right. None if no such spec was found.
+        inferred: The spec with which the gradient would be right. None if no such spec was found, or if a mistake in
+            the model is more likely than a wrong spec.
         cause: The kind of mistake.
         axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong; may be empty.
         factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.

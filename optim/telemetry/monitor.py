@@ -173,6 +173,8 @@ class Flops:
         """
         counted = optimizer.plan.counted
         assert counted is not None, "an optimizer's plan is agreed"
+        if not (isfinite(active) and active > 0):
+            raise ValueError(f"Flops.of_parameters(active={active}): give a finite number > 0; without experts, 1.0")
         return cls(6.0 * counted * active, peak)
 
     def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:

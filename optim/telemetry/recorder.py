@@ -46,7 +46,7 @@ from .writers import ReportFile
 
 VERSION = 1
 QUANTITIES = ("weight", "gradient", "update")
-# Numbers per parameter: squares, sketches, hashes, shards of unknown region.
+# Numbers per parameter: squares, sketches, hashes, and the number of shards whose region is not known.
 _ROWS = 3 + 3 * BUCKETS + 3 * HASH_WORDS + 1
 _BATCH = HASH_WORDS + 1
 

@@ -380,6 +380,8 @@ def test_utilization_is_needed_flops_divided_by_peak_flops_of_all_devices() -> N
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry)
     assert Flops.of_parameters(optimizer, 1e12) == Flops(600.0, 1e12)
     assert Flops.of_parameters(optimizer, 1e12, active=0.5).per_unit == 300
+    with pytest.raises(ValueError, match=r"active=0\): give a finite number > 0"):
+        Flops.of_parameters(optimizer, 1e12, active=0)
     reports: list[Report] = []
     monitor = Monitor(registry, reports.append, every=1, flops=Flops(1e3, 1e6))
     optimizer.backward(model(torch.ones(9)).sum())

@@ -102,7 +102,7 @@ def test_unit_wise_clipping_with_lamb_matches_dense_model(world: World) -> None:
 
 def test_by_group_allows_infinite_threshold_of_a_group_but_not_of_others() -> None:
     ByGroup((inf, 1.0), 2.0).check()
-    with pytest.raises(ValueError, match="max_norm=inf: give a finite number"):
+    with pytest.raises(ValueError, match="ByGroup others=inf: give a finite number"):
         ByGroup((1.0,), inf).check()
-    with pytest.raises(ValueError, match=r"max_norm=nan: .*math\.inf: this group is not clipped"):
+    with pytest.raises(ValueError, match=r"thresholds\[0\]=nan: .*math\.inf: this group is not clipped"):
         ByGroup((float("nan"),)).check()

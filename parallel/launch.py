@@ -141,7 +141,7 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that may have started this process: those of which a variable is set, with these exceptions.
+    """Return the launchers that may have started this process: all with a variable that is set, with these exceptions.
 
     * mpich is left out if srun set the PMI variables.
     * slurm is left out if mpirun started the process.

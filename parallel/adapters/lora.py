@@ -52,10 +52,10 @@ class LoRA(AroundBase):
         use_rslora: If True, the output is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
         use_dora: If True, each row of the adapted weight [out, in] is rescaled to a trained magnitude (DoRA). Every
             forward then computes the norm of the weight. Default: False.
-        dropout: Probability with which an element of the input of A is set to zero in training mode. The mask is that of
-            one process: each rank draws the mask of the unsharded input from torch's default generator, and uses its
-            shard. So this generator must have the same state along the model axes. Ids of embeddings are not dropped.
-            Default: 0, no dropout.
+        dropout: Probability with which an element of the input of A is set to zero in training mode. The mask is
+            equal to the mask of one process: each rank draws the mask of the unsharded input from torch's default
+            generator, and uses its shard. So this generator must have the same state along the model axes. Ids of
+            embeddings are not dropped. Default: 0, no dropout.
         sequence_parallel: True if the activations between layers are sharded along the sequence. None: the value of the
             base layer's attribute ``sequence_parallel``, or of ``reduce_scatter_embeddings`` of Megatron's embeddings;
             False without these attributes. Default: None.
@@ -324,7 +324,7 @@ def add_lora(
         adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
 
     The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model. In the
-    name of a layer of an expert, the number in the innermost `nn.ModuleList` is that of the dense model.
+    name of a layer of an expert, the number in the innermost `nn.ModuleList` is the expert's number in the dense model.
 
     Args:
         model: The model. All its parameters are frozen.
@@ -435,7 +435,7 @@ def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
     """Return the name that a layer has in the dense model, for each rank along the axes that stack experts.
 
     If each rank has the experts 0 to n - 1 in an `nn.ModuleList`, the expert i of the rank k is the expert k * n + i of the
-    dense model. The number in the name is that of the innermost list.
+    dense model. In nested lists, the innermost list has the experts.
 
     Args:
         model: The model.

@@ -643,7 +643,7 @@ def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
     """Return a local gradient of zeros for a DTensor parameter, with the dtype that its gradients have.
 
-    The shape is that of this rank's local tensor, except that ``axes`` do not shard it.
+    The shape is the one that this rank's local tensor would have if ``axes`` did not shard the parameter.
     """
     shape = [sum(length for _, length in _spans(param, dim, length, axes)) for dim, length in enumerate(param.shape)]
     return torch.zeros(shape, dtype=param.grad_dtype or param.dtype, device=param.device)

@@ -162,7 +162,7 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 
     In the block, a local parameter uses the memory of the DTensor's local tensor, and its ``grad`` is the local tensor of
     the DTensor's gradient. When the block ends, ``grad`` is removed from the local parameter. If the DTensor has no
-    gradient then, the removed gradient becomes that of the DTensor.
+    gradient then, the removed gradient becomes the gradient of the DTensor.
 
     Args:
         params: Any parameters.

@@ -101,7 +101,7 @@ def cross_entropy_2d(
     Returns:
         The loss: 0-dim and equal on all ranks along ``row`` and ``col``; for "none" [batch/rows, ...], the losses of this
             rank's shard of the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every
-            rank calls ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
+            rank calls ``backward()`` on its result; the logits get the gradient of the loss of the full batch.
     Raises:
         ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
         RuntimeError: A target is out of range; a rank's number of classes does not match ``classes``; or ``classes`` is
@@ -144,7 +144,7 @@ def cross_entropy_3d(
     Returns:
         The loss: 0-dim and equal on all ranks along ``weight`` and ``input``; for "none" the losses of this rank's shard of
             the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every rank calls
-            ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
+            ``backward()`` on its result; the logits get the gradient of the loss of the full batch.
     Raises:
         ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
         RuntimeError: A target is out of range (on CPU; a device assertion on CUDA).

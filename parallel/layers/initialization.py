@@ -2,8 +2,8 @@
 
 Every rank draws the full tensor and keeps a copy of its shard, so the random generators of all ranks must have the same
 state. The full weights do not depend on the topology or the kind of parallelism: they equal the weights of the dense torch
-layer with the same seed, dtype and device. The final state of the generator is that of the dense layer too. Each rank needs
-memory for the full tensor until its shard is copied.
+layer with the same seed, dtype and device. Afterwards the generator has the same state as after the dense layer. Each rank
+needs memory for the full tensor until its shard is copied.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 def level_of_caller() -> int:
     """Return the ``stacklevel`` with which a warning of the calling function shows the line of user code.
 
-    The line is that of the innermost frame outside meshstep, torch and the module ``abc``. torch wraps `step`, and
+    It is the line of the innermost frame outside meshstep, torch and the module ``abc``. torch wraps `step`, and
     ``abc`` creates classes.
     """
     skipped = (__name__.split(".")[0], "torch", "abc")

@@ -16,7 +16,6 @@ from .recording import Figures, RecordedStep
 from .rounding import Tolerances, coarsest, compute_dtype, distance, multiple
 
 Cause = Literal[
-    "rounding only",
     "not in the optimizer",
     "tied parameter",
     "layout",

@@ -340,7 +340,7 @@ def init_distributed(
     one device is visible, every process uses this device. It sets the environment variable
     ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless the variable is set. If no variables of a launcher are set, the default
     group has this process alone, and no port is opened. If the default process group exists already, the function
-    returns its description and changes nothing.
+    returns its description and changes nothing. Every process of the job must call this function.
 
     Args:
         backend: Name of a backend, as in `torch.distributed.init_process_group`. None: NCCL if CUDA and NCCL are

@@ -120,7 +120,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
     ``P()`` declares a plain parameter replicated. It declares a DTensor replicated over all axes outside its device mesh.
 
     For a model that contains a Transformers model sharded by `from_pretrained`, the function returns
-    `transformers.registry_of` of the model instead.
+    `transformers.registry_of` of the model instead. Call the function on all ranks.
 
     Args:
         model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.

@@ -529,7 +529,8 @@ class Topology(ByRole):
     def of_meshes(cls, *meshes: DeviceMesh, roles: Mapping[str, Role] | None = None) -> Topology:
         """Return one topology in which each mesh dim of several device meshes is an axis or an alias for several axes.
 
-        The topology has as few axes as possible. A mesh dim that consists of several axes becomes an alias:
+        Every rank of the world must call this method. The topology has as few axes as possible. A mesh dim that consists
+        of several axes becomes an alias:
 
             Topology.of_meshes(dense, experts)      # meshes (data=4, tensor=2) and (edp=2, expert=4)
             # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,19 @@ def test_exception_in_training_propagates_and_pending_checkpoint_is_completed(tm
     with pytest.raises(KeyError, match="in training"):
         train_and_fail()
     assert load_checkpoint(tmp_path, model, optimizer) == 1
+
+
+@pytest.mark.parametrize("error", [None, KeyError("in training")], ids=["no error", "error"])
+def test_async_saver_ends_its_thread_at_the_end_of_the_with_block(tmp_path: Path, error: Exception | None) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    before = {*threading.enumerate()}
+    with suppress(KeyError), AsyncSaver(tmp_path, optimizer.registry) as saver:
+        saver.save(model, optimizer)
+        assert {*threading.enumerate()} - before
+        if error is not None:
+            raise error
+    assert {*threading.enumerate()} <= before
 
 
 def test_async_saver_raises_instead_of_replacing_checkpoint_of_another_run(tmp_path: Path) -> None:

@@ -581,14 +581,14 @@ def test_zeros_written_through_data_do_not_become_nan(world: World, states: str,
         assert finite
 
 
-def one_weight() -> tuple[nn.Parameter, ParallelOptimizer[Any]]:
+def one_weight(steps: int = 2) -> tuple[nn.Parameter, ParallelOptimizer[Any]]:
     registry = ProcessGroupRegistry(Topology())
     model = SPLIT.prepare(nn.Linear(8, 8, bias=False))
     declare(model, {"*": P()})
     adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3, fused=True)
     optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
     weight = model.get_parameter("weight")
-    for _ in range(2):
+    for _ in range(steps):
         step_with_ones(weight, optimizer)
     return weight, optimizer
 
@@ -597,6 +597,12 @@ def step_with_ones(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
     optimizer.zero_grad()
     optimizer.backward(weight.float().square().sum())
     optimizer.step()
+
+
+def write_and_step(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.2, 0.2)
+    step_with_ones(weight, optimizer)
 
 
 def test_state_dict_after_write_contains_written_weights_as_masters() -> None:
@@ -622,21 +628,27 @@ def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed:
     optimizer.registry.close()
 
 
+WRITTEN = "weight was written before each of 3 steps in a row.*mask in the forw"
+
+
 def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
     weight, optimizer = one_weight()
-
-    def write_and_step() -> None:
-        with torch.no_grad():
-            weight.clamp_(-0.2, 0.2)
-        step_with_ones(weight, optimizer)
-
-    write_and_step()
+    write_and_step(weight, optimizer)
     step_with_ones(weight, optimizer)
-    write_and_step()
-    write_and_step()
-    with pytest.warns(UserWarning, match="weight was written before each of 3 steps in a row.*mask in the forw"):
-        write_and_step()
-    write_and_step()
+    write_and_step(weight, optimizer)
+    write_and_step(weight, optimizer)
+    with pytest.warns(UserWarning, match=WRITTEN):
+        write_and_step(weight, optimizer)
+    write_and_step(weight, optimizer)
+    optimizer.registry.close()
+
+
+def test_weights_written_before_first_three_steps_warn_in_the_third() -> None:
+    weight, optimizer = one_weight(steps=0)
+    write_and_step(weight, optimizer)
+    write_and_step(weight, optimizer)
+    with pytest.warns(UserWarning, match=WRITTEN):
+        write_and_step(weight, optimizer)
     optimizer.registry.close()
 
 

@@ -85,15 +85,18 @@ def test_weights_written_through_data_are_lost_without_reload(world: World, mode
     assert all(isinstance(off, float) and off > 0.5 for off in world.run(2, written, mode, STATES[states], False))
 
 
-def test_replacing_data_of_parameter_with_master_weight_raises_if_values_differ() -> None:
+@pytest.mark.parametrize("steps", [1, 3])
+def test_replacing_data_of_parameter_with_master_weight_raises_if_values_differ(steps: int) -> None:
+    """The second step compares all weights, the fourth only those with new memory."""
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2).bfloat16()
         declare(model, {"*": P()})
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry, precision="bf16")
         model.weight.data = model.weight.data.clone()  # the same values
-        optimizer.backward(model(torch.ones(1, 3).bfloat16()).float().sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(steps):
+            optimizer.backward(model(torch.ones(1, 3).bfloat16()).float().sum())
+            optimizer.step()
+            optimizer.zero_grad()
         model.weight.data = torch.zeros(2, 3).bfloat16()
         optimizer.backward(model(torch.ones(1, 3).bfloat16()).float().sum())
         with pytest.raises(RuntimeError, match=r"weight was changed since the last step.*reload_from_model\(\)"):

@@ -311,3 +311,18 @@ def test_state_with_wrong_text_of_a_clipping_rule_is_rejected() -> None:
     saved["param_groups"][0]["meshstep/clip"] = "{"
     with pytest.raises(ValueError, match=r"has meshstep/clip='{', which is no JSON \("):
         states.load_state_dict(saved)
+
+
+def test_torch_states_of_optimizer_without_states_keep_split_masters() -> None:
+    """SGD has no states, so `TorchStates` makes a step with zero gradients each time."""
+    with ProcessGroupRegistry(Topology()) as registry:
+        precision = Bf16(split_masters=True)
+        model = precision.prepare(nn.Linear(8, 8, bias=False))
+        annotate(model.weight, P(), "weight")
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), registry, precision=precision)
+        optimizer.backward(model.weight.float().square().sum())
+        optimizer.step()
+        before = optimizer.state_dict()["meshstep"]["weights"]["masters"][0].clone()
+        assert not torch.equal(before, model.weight.float())
+        TorchStates(optimizer)
+        assert torch.equal(optimizer.state_dict()["meshstep"]["weights"]["masters"][0], before)

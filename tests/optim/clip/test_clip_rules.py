@@ -518,6 +518,15 @@ def test_rule_with_function_instead_of_number_is_rejected(rule: Clip) -> None:
         ParallelOptimizer(sgd(Planted(LAYOUTS["one rank"], 0)), registry, max_norm=rule)
 
 
+def test_adaptive_clips_tiny_gradient_as_if_its_norm_were_1e_6() -> None:
+    weight = nn.Parameter(torch.zeros(1, 2))
+    weight.grad = torch.tensor([[3e-7, 4e-7]])
+    with ProcessGroupRegistry(Topology()) as registry:
+        annotate(weight, P(), "weight")
+        clip_grad_norm_([weight], ClipState(Adaptive(1e-4, eps=1e-3)), registry)
+    torch.testing.assert_close(weight.grad, torch.tensor([[3e-8, 4e-8]]), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])
 def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:

@@ -69,6 +69,16 @@ def test_topology_instead_of_registry_is_rejected_with_advice(use: Callable[[Any
         use(ALONE)
 
 
+def test_registry_is_accepted_by_keyword_and_missing_registry_raises_type_error() -> None:
+    with ProcessGroupRegistry(ALONE) as registry:
+        model = nn.Linear(2, 2)
+        annotate(model.weight, P(), "weight")
+        annotate(model.bias, P(), "bias")
+        assert ParallelOptimizer(adam(model), registry=registry).registry is registry
+        with pytest.raises(TypeError, match="registry"):
+            ParallelOptimizer(adam(model))  # type: ignore[call-overload]
+
+
 def refused_with_parameters_on_one_rank() -> str:
     model = nn.Linear(2, 2)
     given: Any = model.parameters() if dist.get_rank() else adam(model)

@@ -267,7 +267,7 @@ class MasterWeights:
                         f"{label_of(param)} was changed since the last step, and the next step would restore the master's "
                         "old weights; call reload_from_model() after loading or changing the model's weights"
                     )
-                self._versions[param] = param._version  # written with equal values
+                self._versions[param] = param._version  # changed in place, but to equal values
         self._addresses = addresses
 
     # Saving ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Precision(ABC):
 
     @property
     def masters(self) -> bool:
-        """Return True if the optimizer updates float32 master weights of half-precision parameters (`MasterWeights`)."""
+        """Return True if the optimizer updates float32 master weights of half-precision parameters."""
         return False
 
     @property

@@ -1,10 +1,10 @@
-"""Learning-rate schedules that advance only when the optimizer took a step, and `HoldOnSkip` for torch's schedules.
+"""Learning-rate schedules that do not advance after a skipped step, and `HoldOnSkip` for torch's schedules.
 
-schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
-for batch in loader:
-    ...
-    optimizer.step()
-    schedule.step()
+    schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
+    for batch in loader:
+        ...
+        optimizer.step()
+        schedule.step()
 
 In this file, to advance a schedule means to set it to its next step, and to hold it means to leave it unchanged.
 `schedule.step()` holds the schedule in the middle of an accumulation window (the micro-batches of one optimizer step),

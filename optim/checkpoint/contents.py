@@ -811,9 +811,8 @@ class SharedRecord:
         for index in range(max(len(record.groups) for record in records)):
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
-            # A torch optimizer needs at least one param group, so a rank without parameters of the group may have the
-            # group with an empty list. The hyper-parameters of such a rank are left out, unless the group is empty on
-            # all ranks.
+            # A torch optimizer needs at least one param group, so a rank may have a group without parameters. The
+            # hyper-parameters of such a rank are left out, unless the group is empty on all ranks.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,

@@ -115,7 +115,7 @@ class Restoration:
 
     @property
     def combined(self) -> list[str]:
-        """Return messages about parameters of which a shard combines saved shards with different states or step counts."""
+        """Return messages about parameters whose new shards combine saved shards with unequal states or step counts."""
         return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class ParameterStates:
 # The adapter ----------------------------------------------------------------------------------------------------------
 
 _OWN = "meshstep/"  # prefix of meshstep's entries in a param group
-_CLIP = _OWN + "clip"  # the state of the clipping rule: one text, because torch saves each entry once per parameter
+_CLIP = _OWN + "clip"  # the clipping rule's state, as one text: a flattened state dict repeats it per parameter
 
 
 class TorchStates(torch.optim.Optimizer):

@@ -380,7 +380,7 @@ class GradientBucket:
         for param, view in self._views(flat):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen after the bucket was made; if it had a gradient, the optimizer would step it
-            narrow = param.grad is not None and param.grad.dtype != self.dtype  # a copy of the sum into it would round
+            narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum would round it
             if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue

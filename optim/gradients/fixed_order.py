@@ -192,7 +192,7 @@ class SlicedTreeSum:
         self._tree, self._micro_batches = TreeSum(), 0
 
     def start(self, flat: Tensor) -> Finish:
-        """Start to add the buffer of one micro-batch of each rank. The returned function waits and adds this rank's slice.
+        """Start to exchange the ranks' buffers of one micro-batch each. The returned function waits and adds the slices.
 
         Args:
             flat: The gradients of this rank's micro-batch, in the dtype of the sum. It is not written to.

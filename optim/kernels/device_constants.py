@@ -179,8 +179,8 @@ class Tables:
         numel = table.numel()
         if self._for_graphs is None or len(self._for_graphs) < numel:
             raise RuntimeError(
-                "a CUDA graph captures a step with kernels that have not run before, or the steps of many graphs in a row: "
-                "make one step without a graph before each capture"
+                "a CUDA graph captures kernels that have not run before, or too many graphs were captured in a row; make "
+                "one step without a graph before each capture"
             )
         pinned, self._for_graphs = self._for_graphs[:numel], self._for_graphs[numel:]
         pinned = pinned.view(table.dtype).view(table.shape)

@@ -87,7 +87,7 @@ class Declaration(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the declaration without the name."""
+        """Return all fields except the name as text."""
         return f"{self.layout}, param group {self.group}{'' if self.trained else ', frozen'}"
 
 

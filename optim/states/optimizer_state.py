@@ -115,7 +115,7 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if ``module`` is torch's module of state-dict functions, and they would save wrong states.
+    """Raise ValueError if ``module`` is torch's module of state-dict functions, and they would save wrong states or none.
 
     The functions of `torch.distributed.checkpoint.state_dict` look up the state of a model parameter by the parameter
     itself. They don't find states of shards or master weights, and save shards of different ranks as if they were

@@ -348,7 +348,7 @@ def reference_sharded_step(
             params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
 
 
-# The axes over which a parameter is sharded ---------------------------------------------------------------------------
+# The axes over which an optimizer state is sharded --------------------------------------------------------------------
 
 
 class ShardingDecision(NamedTuple):

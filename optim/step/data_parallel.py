@@ -332,7 +332,7 @@ class TorchGradSync(GradSyncController):
             with super().micro_batch(window):
                 yield
         except BaseException:
-            # Within `window` other code may have raised, such as a forward, which does no harm.
+            # In a `with optimizer.window()` block, a forward may have raised, which does no harm.
             self._is_broken = not self.is_ddp and not window.several
             raise
 

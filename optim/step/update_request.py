@@ -45,10 +45,10 @@ class UpdateRequest:
     on_host: HostDecision | None = None
 
     def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
-        """Return a request for an update of copies: the keys of ``skip_of`` are the copies of the tensors.
+        """Return this request with each tensor in ``skip_of`` replaced by its copy, if it has one.
 
         Args:
-            copies: The copy of each tensor that a copy has replaced in the param groups.
+            copies: The copy in the param groups of each tensor that was replaced by a copy.
         """
         if not self.skip_of:
             return self

@@ -285,7 +285,7 @@ class Window:
         """Start an empty window, after a step or when the window is abandoned.
 
         Args:
-            params: After a step, the parameters. The gradient of the last of them is recorded, so that
+            params: After a step, the parameters. The last gradient among them is recorded, so that
                 `has_bypassed_grads` recognizes a gradient that the step left. Default (): nothing is recorded.
         """
         if params:

@@ -203,7 +203,7 @@ def _places(indices: list[int], device: torch.device, constants: Constants) -> T
 
 
 def _counts(gradient: Tensor) -> Tensor:
-    """Return [number of zeros, number of elements below `SMALLEST_NORMAL`] of a gradient. NaN is in neither number."""
+    """Return [number of zeros, number of |g| < `SMALLEST_NORMAL`] for a gradient g. NaN is in neither number."""
     flat, dtype = flattened(gradient), accumulation_dtype(gradient.device)
     # On a CPU, the gradient is processed in parts that fit in the cache, because a large temporary tensor is slower.
     length = SCRATCH if gradient.is_cpu else max(len(flat), 1)

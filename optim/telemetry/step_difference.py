@@ -422,7 +422,7 @@ def _explanations(
             f"run {match.which} has the factor {match.kind}, where t = {match.size} is the size of axis {match.axis}",
             match.axis,
         )
-    which, step, _ = pair.sides[0 if ratio < 1 else 1]  # the run with the smaller gradients; B is first
+    which, step, _ = pair.sides[0 if ratio < 1 else 1]  # the run with the smaller gradients: B if ratio < 1
     norm = step.global_norm
     if is_common and any(abs(norm / value - 1) < 1e-4 for value in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)):
         text = f"the global norm of run {which} is {norm:.4g}, so its gradients were probably clipped before step()"

@@ -210,7 +210,7 @@ class StepPair:
     def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:
         """Return the names, with the largest relative distance first.
 
-        Names whose distances have the same two leading digits keep their order, so that rounding does not change it.
+        Names whose distances are equal if rounded to two digits keep their order, so that rounding errors do not change it.
         """
         return sorted(names, key=lambda name: -float(f"{self.relative(name, quantity):.1e}"))
 

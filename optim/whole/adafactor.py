@@ -606,7 +606,7 @@ class CAME(FactoredOptimizer):
             yield from row_and_column_sums(slot.position, product, shape)
 
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
-        """Return the new means per row and per column of the squared differences between scaled gradient and momentum.
+        """Return the new averages per row and per column of (u / k - m)^2, where m is the new momentum.
 
         The keys are the names of the states: ``exp_avg_res_row`` and ``exp_avg_res_col``.
 

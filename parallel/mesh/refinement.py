@@ -169,8 +169,8 @@ def refined(
                 names[number] = name_of(ranks)
                 continue
             raise ValueError(
-                f"an axis must connect the ranks {ranks}, but no dim of the meshes connects them, so the axis has no name; "
-                "also pass a mesh that has a dim of exactly these ranks"
+                f"no dim of the meshes connects the ranks {ranks}, so the axis that connects them has no name; also pass a "
+                "mesh with a dim of exactly these ranks"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}
@@ -216,8 +216,8 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
         bad, (size, stride) = begins[0]
         reason = f"no group of size {size} and stride {stride} begins at rank {bad[0]}"
     raise ValueError(
-        f"ranks {bad} along {name!r} are not the ranks along one or more axes of a row-major mesh: {reason}; give meshes "
-        "that init_device_mesh returns, or slices of such meshes"
+        f"ranks {bad} along {name!r} can't be a group of a row-major mesh: {reason}; give meshes that init_device_mesh "
+        "returns, or slices of such meshes"
     )
 
 

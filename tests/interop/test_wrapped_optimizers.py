@@ -32,7 +32,7 @@ def test_soap_equals_the_published_implementation() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_published_optimizer_wrapped_by_whole_on_shards_matches_single_process_run(world: World, kind: str) -> None:
+def test_published_optimizer_wrapped_for_full_tensors_matches_single_process(world: World, kind: str) -> None:
     assert apart(world, kind, "wrapped") <= 1e-6
 
 

@@ -421,7 +421,7 @@ def test_align_replicas_packs_all_parameters_into_one_collective(
     assert len(log.collectives) == 1
 
 
-def test_monitor_with_losses_on_cuda_needs_no_host_synchronization() -> None:
+def test_monitor_on_cuda_does_not_synchronize_between_reports() -> None:
     with fake_cuda(collectives_on=CPU) as logging:
         model = nn.Linear(3, 2, device="cuda")
         optimizer = ParallelOptimizer(

@@ -72,13 +72,17 @@ def test_axes_are_the_common_refinement_of_all_meshes(world_size: int, grids: Gr
         (
             4,
             {("a",): [0, 3, 1, 2]},
-            r"ranks \(0, 3, 1, 2\) along 'a' are not .*: the differences of the ranks do not form",
+            r"ranks \(0, 3, 1, 2\) along 'a' can't be .*: the differences of the ranks do not form",
         ),
-        (4, {("a",): [1, 2]}, r"ranks \(1, 2\) along 'a' are not .*: no group of size 2 and stride 1 begins at rank 1"),
+        (
+            4,
+            {("a",): [1, 2]},
+            r"ranks \(1, 2\) along 'a' can't be .*: no group of size 2 and stride 1 begins at rank 1",
+        ),
         # The first group is valid.
-        (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' are not .* and stride 1 begins at rank 3"),
+        (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' can't be .* and stride 1 begins at rank 3"),
         (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
-        (8, {("a", "b"): row_major(2, 2)}, r"an axis must connect the ranks \(0, 4\), but no dim"),
+        (8, {("a", "b"): row_major(2, 2)}, r"no dim of the meshes connects the ranks \(0, 4\)"),
         (
             4,
             {("dp", "tp"): row_major(2, 2), ("tp", "x"): row_major(2, 2)},

@@ -55,6 +55,7 @@ def test_equivalent_specs_are_equal() -> None:
 
 def test_specs_with_different_owners_differ() -> None:
     assert P("col", owned={"row": 0}) != P("col") != P("col", owned={"row": "col"})
+    assert P("col", owned={"row": 0}) != P("col", owned={"row": 1}) != P("col", owned={"row": "col"})
 
 
 def test_repr_of_spec_is_its_constructor_call() -> None:

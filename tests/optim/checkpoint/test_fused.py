@@ -235,7 +235,7 @@ def test_blocks_that_do_not_fit_the_shard_are_rejected_on_every_rank(world: Worl
     assert "multiple of 3" in first
 
 
-def test_blocks_that_differ_between_ranks_are_rejected(world: World) -> None:
+def test_block_specs_that_differ_on_ranks_are_rejected(world: World) -> None:
     first, second = world.run(2, refused, True)
     assert first == second
     assert "rank 0 has [fused: P(blocks('tensor', 2))" in first

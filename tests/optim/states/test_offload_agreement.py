@@ -147,7 +147,7 @@ PIECES = st.builds(
 
 
 @given(st.lists(st.lists(st.tuples(PIECES, st.booleans()), max_size=6), max_size=5))
-def test_all_pieces_connected_to_a_chosen_piece_are_offloaded(drawn: list[list[tuple[Piece, bool]]]) -> None:
+def test_shards_that_overlap_offloaded_shards_are_offloaded(drawn: list[list[tuple[Piece, bool]]]) -> None:
     by_rank = [([piece for piece, _ in of_rank], [i for i, (_, c) in enumerate(of_rank) if c]) for of_rank in drawn]
     expected, size = {piece for of_rank in drawn for piece, chosen in of_rank if chosen}, -1
     while len(expected) > size:

@@ -99,7 +99,7 @@ def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) 
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "bf16", "O2", "O1", "O3", "bf16 stochastic"])
-def test_step_in_every_precision_needs_one_collective_and_no_host_synchronization(world: World, mode: str) -> None:
+def test_step_in_mixed_precision_needs_one_collective_and_no_host_synchronization(world: World, mode: str) -> None:
     # Not SGD in O3: see test_fused_sgd_steps_all_elements_of_half_precision_parameters.
     other = "adamw" if mode == "O3" else "sgd"
     for kind, norm_type, expected in (("adamw", 2.0, "all_reduce"), (other, float("inf"), "all_gather_single")):

@@ -163,7 +163,7 @@ class WithoutSkipFlag(torch.optim.SGD):
         self.param_groups[0]["fused"] = True
 
 
-def test_fused_group_of_optimizer_without_skip_flag_is_skipped_on_the_host() -> None:
+def test_host_skips_step_of_fused_optimizer_that_ignores_found_inf() -> None:
     model, registry = small()
     inner = WithoutSkipFlag(model.parameters())
     assert not steps_on_device(inner)

@@ -348,9 +348,7 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         ("data x tensor", shampoo, "ZeRO-1"),
     ],
 )
-def test_step_of_tensors_together_matches_dense_update_on_ranks(
-    world: World, name: str, make: Make, state: str
-) -> None:
+def test_batched_step_on_ranks_matches_dense_update(world: World, name: str, make: Make, state: str) -> None:
     layout = WHOLE_LAYOUTS[name]
     by_rank = world.run(layout.topology.world_size, trained_together, name, make, state)
     assert largest_error(by_rank, alone(layout, make)) <= 1e-12

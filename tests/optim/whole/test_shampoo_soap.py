@@ -405,7 +405,7 @@ def stepped_alone(kind: str) -> str:
         return str(caught.value)
 
 
-def test_full_tensor_optimizer_stepped_alone_on_one_rank_is_rejected_on_every_rank(world: World) -> None:
+def test_full_tensor_optimizer_stepped_unwrapped_on_one_rank_fails_on_every_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other

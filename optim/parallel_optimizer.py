@@ -67,10 +67,13 @@ if TYPE_CHECKING:
 
 
 def _leave_uncompiled(kind: Any) -> None:
-    """Make ``torch.compile`` call `step` of class ``kind`` without tracing it; a trace would omit hooks and counts."""
-    if not getattr(kind.step, "untraced", False):
-        kind.step = torch.compiler.disable(kind.step)
-        kind.step.untraced = True
+    """Make ``torch.compile`` call these methods of class ``kind`` without tracing; a trace would omit hooks and counts."""
+    for name in ("backward", "step", "zero_grad"):
+        method = getattr(kind, name)
+        if not getattr(method, "untraced", False):
+            uncompiled: Any = torch.compiler.disable(method)
+            uncompiled.untraced = True
+            setattr(kind, name, uncompiled)
 
 
 @renamed_members(pieces="stepped_tensors", vetoed_steps="rejected_steps", window_ends="mark_last_micro_batch")

@@ -176,6 +176,31 @@ def test_compiled_step_matches_uncompiled_step() -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("accumulation_steps", [None, 2])
+def test_compiled_training_step_matches_uncompiled_one(accumulation_steps: int | None) -> None:
+    torch.compiler.reset()
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        optimizer = ParallelOptimizer(
+            adamw, ProcessGroupRegistry(Topology()), max_norm=0.1, accumulation_steps=accumulation_steps
+        )
+
+        def train_step(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            optimizer.backward(model(x).square().mean())
+            return optimizer.step()
+
+        run: Any = torch.compile(train_step, backend="eager") if compiled else train_step
+        stats = [run(torch.full((2, 4), size)) for size in (1.0, 2.0, 3.0, 4.0)]
+        assert float(stats[-1].total_norm) > 0.1
+        assert (stats[0] is None) == (accumulation_steps == 2)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_compiling_step_with_fullgraph_raises() -> None:
     torch.compiler.reset()
     param = nn.Parameter(torch.ones(2))

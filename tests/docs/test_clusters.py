@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.launch import read_environment
 from snippets import blocks
 from torch.distributed.run import config_from_args, parse_args
@@ -101,3 +104,17 @@ def test_slurm_script_without_srun_raises_a_clear_error(machine: Path) -> None:
 def test_torchrun_under_slurm_starts_one_agent_per_node(machine: Path) -> None:
     port = 20000 + JOB % 10000
     assert agents(called(machine, BOTH, **job(BOTH))) == [(2, 2, f"node07:{port}", "examples/quickstart.py")] * 2
+
+
+def test_time_limit_snippet_reports_a_received_signal() -> None:
+    ((code, _),) = blocks("python", (ROOT / "docs" / "howto" / "CLUSTERS.md").read_text())
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        found: dict[str, Any] = {}
+        exec(code, found)
+        registry = ProcessGroupRegistry(Topology())
+        assert not found["must_stop"](registry)
+        signal.raise_signal(signal.SIGUSR1)
+        assert found["must_stop"](registry)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

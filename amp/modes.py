@@ -154,13 +154,14 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
     return mode
 
 
-def precision_of(precision: str | Precision) -> Precision:
+def precision_of(precision: str | Precision, argument: str = "precision") -> Precision:
     """Return the precision mode with a given name, constructed with default arguments.
 
         mode = precision_of("bf16")
 
     Args:
         precision: The name of a registered mode; or a `Precision` object, which is returned unchanged.
+        argument: The name of the argument in the error. Default: ``"precision"``.
     Raises:
         ValueError: No registered mode has this name.
     """
@@ -170,7 +171,7 @@ def precision_of(precision: str | Precision) -> Precision:
         return MODES[precision]()
     ordered = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
     names = ", ".join(repr(name) for name in ordered if name in MODES)
-    raise ValueError(f"precision={precision!r} is not a mode; choose from {names}, or give an object such as Bf16()")
+    raise ValueError(f"{argument}={precision!r} is not a mode; choose from {names}, or give an object such as Bf16()")
 
 
 # Modes ----------------------------------------------------------------------------------------------------------------

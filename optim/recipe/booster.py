@@ -456,7 +456,7 @@ class Booster(Saving, Generic[Stats_co]):
         accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
-        self.precision = precision_of(mixed_precision)
+        self.precision = precision_of(mixed_precision, "mixed_precision")
         self.registry = registry_of_replicas() if registry is None else registry
         check_registry(self.registry)
         check_data_parallel(data_parallel, self.registry)

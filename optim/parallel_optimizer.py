@@ -308,7 +308,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
-        self._window: Window = Window(accumulation_steps, scaled=self.loss_scale is not None)
+        scaled, alone = self.loss_scale is not None, self._agreement is None
+        self._window: Window = Window(accumulation_steps, scaled, alone)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision, plan)
@@ -518,16 +519,21 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late, but
                 at once with ``on_nonfinite="raise"``.
             TypeError: A gradient is complex or sparse; after the first step only the rank with the gradient raises. Or
-                on this rank: a ``"max_norm"`` of a param group is not a number.
-            ValueError: A closure is given, a ``"max_norm"`` of a param group is invalid, or, on every rank, shards of a
-                parameter are replicas (see ``check_replicas``), or a check of the first step finds a wrong set-up, such
-                as a `DistributedDataParallel` around sharded parameters.
-            Exception: On this rank: the exception that the ``commit`` function raised.
+                on this rank: a ``"max_norm"`` of a param group is not a number; all ranks skip the step.
+            ValueError: A closure is given, or, on every rank, shards of a parameter are replicas (see
+                ``check_replicas``), or a check of the first step finds a wrong set-up, such as a
+                `DistributedDataParallel` around sharded parameters. Or on this rank: a ``"max_norm"`` of a param group
+                is invalid, or changed although some ranks have fewer param groups; all ranks skip the step.
+            Exception: On this rank: the exception of ``commit``, or of a `StepObserver` before the update; all ranks
+                skip the step. Or the exception of a `StepObserver` around the update; the step is taken.
             RuntimeError: One of these cases:
 
+                * On this rank, and all ranks skip the step: a backward of the window raised, without ``data_parallel``
+                  and with ``sum_order="any"``; or other code wrote weights that have master weights.
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
-                  gradients (see `mark_last_micro_batch`); a backward of the window raised, or bypassed the optimizer
-                  after gradients were reduced; or, with one rank, a parameter was unfrozen without `refresh`.
+                  gradients (see `mark_last_micro_batch`); a backward of the window raised in other cases, or bypassed
+                  the optimizer after gradients were reduced; or, with one rank, a parameter was unfrozen without
+                  `refresh`.
                 * On every rank: there are no gradients in the first step; the model has trainable parameters that no
                   optimizer has (see ``on_missing_params``); or, in the second or 16th step, other code has written
                   weights that the step would overwrite (see `reload_from_model`).
@@ -538,9 +544,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
                   differ in weights, clipping, hyper-parameters or frozen parameters; a parameter that is replicated over
-                  a model axis has a gradient on only some of its ranks; or a parameter was unfrozen on any rank without
-                  `refresh`. Such a step is skipped. The error comes 16 steps late, but at once in the first step and
-                  with ``on_nonfinite="raise"``.
+                  a model axis has a gradient on only some of its ranks; a parameter was unfrozen on any rank without
+                  `refresh`; any rank had an error for which all ranks skip the step; or an earlier step raised another
+                  error on some ranks only, after which all steps are skipped. Such a step is skipped. The error comes
+                  16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
@@ -551,29 +558,63 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             window = self._window
             window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)
             window.scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
-            if not window.ends(final):
+            if not window.ends(final, self._may_step_after_failed_backward):
                 if window.is_unused:
                     check_window_is_used(window, self._model_params, self.registry)
                 return None  # type: ignore[return-value]
             problem = None
-            if window.pending_clip is not None and window.decision is None:
-                _, problem = self._clip_now(window.pending_clip)
-            problem = self._completion(window, self._switch) or problem  # reduces the gradients
-            # Measure and decide (by default in one collective), unless an explicit clip did both in this window.
-            decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
-            reason = self._count(decision)
-            if reason is None:
-                with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
-                    request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
-                    self._engine.run(request, self._states.around_update)
-            if self.loss_scale is not None:
-                self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
-            self._finish_window(decision)
+            with self._failures_counted():
+                if window.pending_clip is not None and window.decision is None:
+                    _, problem = self._clip_now(window.pending_clip)
+                problem = self._completion(window, self._switch) or problem  # reduces the gradients
+                # Measure and decide (by default in one collective), unless an explicit clip did both in this window.
+                decision = window.decision or self._decide(self._clip)
+                reason = self._count(decision)
+                if reason is None:
+                    self._update(decision)
+                if self.loss_scale is not None:
+                    self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
+                problem = window.take_error() or problem or decision.problem or self._states.take_error()
+                self._finish_window(decision)
             if reason is not None:
-                raise self._ended(reason)  # after the update of the loss scale, so that a caller may catch it and go on
-            if problem := problem or decision.problem:
+                # After the update of the loss scale, so that a caller may catch it and go on.
+                raise self._ended(reason) from problem
+            if problem is not None:
                 raise problem
             return decision.stats  # type: ignore[return-value]
+
+    def _update(self, decision: StepDecision) -> None:
+        """Run the update. If all ranks skip the step, an error of the update is deferred to the end of the step."""
+        try:
+            with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
+                request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
+                self._engine.run(request, self._states.around_update)
+        except Exception as error:
+            if self._window.alone or not bool(decision.skipped):
+                raise
+            self._window.defer(error)
+
+    @contextmanager
+    def _failures_counted(self) -> Iterator[None]:
+        """Return a context manager that counts an error in its body, after which ranks may differ (`count_failure`)."""
+        try:
+            yield
+        except Exception as error:
+            self._window.take_error()
+            self._states.take_error()
+            self._window.count_failure(error)
+            raise
+
+    def _decide(self, clip: ClipState | None, in_place: bool = False) -> StepDecision:
+        """Measure the gradients, and return the step decision. An error of this rank's thresholds is deferred."""
+        window = self._window
+        rule, error = self._clipping.add_thresholds(clip)
+        if error is not None:
+            window.defer(error)
+        info = self._scale_info()
+        return self._clipping(
+            clip, info, in_place=in_place, earlier=window.decision, captured=window.captured, rule=rule
+        )
 
     @contextmanager
     def _tracked(self, name: str) -> Iterator[None]:
@@ -596,7 +637,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _finish_window(self, decision: StepDecision) -> None:
         """Store the step's `GradStats` in `last_stats`, and start an empty window."""
         self.last_stats = decision.stats
-        self._window.close(self._model_params)
+        self._window.close_after_step(self._model_params)
         if self._switch is not None:
             self._switch.expect(self._window)
 
@@ -658,8 +699,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window, agreement = self._window, self._agreement
         if agreement is None:
             return self._setup.divided(window.scale_info(self.registry, window.scale, self._device))
-        facts = window.number_of_facts(agreement, self._completion.param_facts)
-        info = window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
+        facts = window.number_of_facts(agreement, self._completion.param_facts, self._device)
+        info = window.scale_info(self.registry, window.scale, self._device, *facts)
         return self._setup.divided(info._replace(pack=info.pack.with_fields(self._missing_shards.field())))
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
@@ -732,8 +773,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             window.pending_clip = clip
             return None
         window.scale = self._scale
-        decision, problem = self._clip_now(clip)
-        if problem is not None:
+        with self._failures_counted():
+            decision, problem = self._clip_now(clip)
+        if problem := window.take_error() or problem:
             raise problem
         return decision.stats
 
@@ -749,10 +791,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window.explicit = (*before, clip)
         try:
             problem = self._completion(window, self._switch)
-            rule = self._clip if clip is self.clip else in_use(clip)
-            decision = self._clipping(
-                rule, self._scale_info(), in_place=True, earlier=window.decision, captured=window.captured
-            )
+            decision = self._decide(self._clip if clip is self.clip else in_use(clip), in_place=True)
         except BaseException:
             window.explicit = before
             raise
@@ -781,6 +820,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             around.append(self._switch.micro_batch)
             self._switch.expect(self._window)
         self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
+        self._may_step_after_failed_backward = self._states.completes_failed_backward and (
+            self._switch is None or self._switch.completes_failed_backward
+        )
         if registry.device.type == "cuda":  # NCCL would connect ranks in the first step, when memory is nearly full
             registry.connect(*self._clipping.plan.groups(self._setup.reduction))
 
@@ -1180,6 +1222,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
         self._window.close()
+        self._window.failed, self._window.last_failure = 0, ""
         if self._switch is not None:
             self._switch.expect(self._window)
 

@@ -432,6 +432,7 @@ class GradientClipper:
         in_place: bool = False,
         earlier: StepDecision | None = None,
         captured: bool,
+        rule: Clip | None,
     ) -> StepDecision:
         """Measure the gradients, apply the rule, and return the decision of the step.
 
@@ -446,22 +447,17 @@ class GradientClipper:
             earlier: An earlier decision of the same accumulation window. None (default): this is the first decision. Ranks
                 vote only in the first decision of a window.
             captured: True: a CUDA graph is being captured.
+            rule: The rule in ``clip``, combined with the thresholds of param groups (`add_thresholds`).
         Raises:
-            ValueError: On one rank: a threshold of its param groups is invalid, is not supported by the rule, or changed
-                although some ranks have fewer param groups. On every rank: all shards of a parameter are equal, so it is
-                probably replicated.
-            TypeError: On one rank: a threshold of its param groups is not a number. Or the rule returned a state that
-                its `Clip.initial` does not have.
+            ValueError: On every rank: all shards of a parameter are equal, so it is probably replicated.
+            TypeError: The rule returned a state that its `Clip.initial` does not have.
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
         Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
         Host synchronization: that of ``commit=``, and one if ``checks`` run; otherwise none.
         """
-        given = None if clip is None else clip.rule
-        norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
         vote = self.vote if earlier is None else None
-        rule = self._add_thresholds(given, norm_type, scale_info.pack, vote)
-        needs = MeasurementSpec.of(rule, norm_type)
+        needs = MeasurementSpec.of(rule, self._norm_type(clip))
         norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
@@ -518,23 +514,23 @@ class GradientClipper:
         decision = StepDecision(stats, skipped, factor, past, problem, sums.get(SHARD_COUNTS))
         return decision if earlier is None else decision.after(earlier)
 
-    def _add_thresholds(
-        self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
-    ) -> Clip | None:
-        """Return ``clip`` combined with the ``max_norm`` of param groups.
+    def add_thresholds(self, clip: ClipState | None) -> tuple[Clip | None, Exception | None]:
+        """Return the rule in ``clip`` combined with the ``max_norm`` of param groups, and an error of this rank.
 
-        Before it raises a ValueError or TypeError, it runs the collectives of the measurement, because the other ranks wait
-        in them.
+        After an error, the rule is the one in ``clip``, so that this rank takes part in the collectives of `__call__`.
+        The caller must then make all ranks skip the step. The error is an error of `AgreedThresholds.rule`. None: no
+        error.
         """
-        groups = self.optimizer.param_groups
+        given, groups = None if clip is None else clip.rule, self.optimizer.param_groups
         if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in groups)):
-            return clip
+            return given, None
         try:
-            return self.thresholds.rule(clip, groups, norm_type)
-        except (TypeError, ValueError):
-            # The other ranks wait in these collectives, with the norms that ``clip`` needs.
-            self._measure(MeasurementSpec.of(clip, norm_type), pack, vote)
-            raise
+            return self.thresholds.rule(given, groups, self._norm_type(clip)), None
+        except Exception as error:  # of any type: a threshold may be any object
+            return given, error
+
+    def _norm_type(self, clip: ClipState | None) -> float:
+        return self.norm_type if clip is None or clip.rule.norm_type is None else clip.rule.norm_type
 
     # Measuring -------------------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class StatefulClipper:
         vote = torch.full((1,), -float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
         scale_info = GradScaleInfo(PackedSum.of({"bypassed": vote}))
-        return self.clipping(clip, scale_info, in_place=True, captured=is_captured()).stats
+        return self.clipping(clip, scale_info, in_place=True, captured=is_captured(), rule=clip.rule).stats
 
 
 def _key(listed: OneShotParams) -> tuple[object, ...]:

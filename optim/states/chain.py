@@ -262,6 +262,8 @@ class ParamTransform:
     """
     supports_partial_step = False
     """True if an update may consist of several calls of `step`, each with some of the parameters in the param groups."""
+    completes_failed_backward = False
+    """True if an override of `micro_batch` issues all of its collectives even if its body raises."""
     may_step_partially = False
     """True if all transforms between this one and the optimizer have ``supports_partial_step``. The chain sets it."""
 
@@ -535,6 +537,10 @@ class StepObserver:
     Subclasses override the methods that they need. In each step the optimizer calls `local_grads`, `reduced_grads` and
     `update` on every rank, in this order. So an observer that was added on all ranks may use collectives. A step that
     raises an error may omit the later calls. An observer must not change gradients, weights or the request.
+
+    If an observer raises an error, the step raises it at its end. After an error of `local_grads` or `reduced_grads` on
+    any rank, all ranks skip the step. After an error of `update`, the step is taken. With one rank, errors of
+    `local_grads` and `reduced_grads` are raised at once.
     """
 
     def not_captured(self) -> str | None:
@@ -624,6 +630,7 @@ class TransformChain:
     ) -> None:
         self.optimizer, self.transforms, self.registry = optimizer, list(transforms), registry
         self.observers: list[StepObserver] = []
+        self._error: Exception | None = None
         self.positions: list[ParamPosition] = []
         self.given: list[GivenParam] = []
         self.frozen: list[Tensor] = []
@@ -761,7 +768,38 @@ class TransformChain:
     def set_observers(self, observers: Sequence[StepObserver]) -> None:
         """Replace the step observers by ``observers``, which are called in this order."""
         self.observers = list(observers)
-        self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
+        observed: list[Callable[[UpdateRequest, Update], object]]
+        observed = [partial(self._observe_update, observer) for observer in self.observers]
+        self.around_update = [*self._stepping, *observed]
+
+    def _observe_update(self, observer: StepObserver, request: UpdateRequest, update: Update) -> None:
+        """Call the observer's `update`. If the observer raises an error, keep it for `take_error`.
+
+        Other ranks take the step without an error. So the step is also taken on this rank, even if the observer raised
+        before it called ``update``.
+        """
+        called = has_failed = False
+
+        def observed(request: UpdateRequest) -> object:
+            nonlocal called, has_failed
+            called = has_failed = True
+            result = update(request)
+            has_failed = False
+            return result
+
+        try:
+            observer.update(request, observed)
+        except Exception as error:
+            if has_failed:  # an error of the update itself
+                raise
+            self._error = self._error or error
+            if not called:
+                update(request)
+
+    def take_error(self) -> Exception | None:
+        """Return the first error that an observer of the update raised in this step, and forget it. None: no error."""
+        error, self._error = self._error, None
+        return error
 
     def _those_with(self, *methods: str) -> list[ParamTransform]:
         """Return the transforms that override any of these methods and are not idle. A step calls only these."""
@@ -880,6 +918,11 @@ class TransformChain:
         Each method returns a context manager around the backward of a micro-batch.
         """
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
+
+    @property
+    def completes_failed_backward(self) -> bool:
+        """Return True if the functions in `around_backward` issue all collectives even if a backward raises."""
+        return all(transform.completes_failed_backward for transform in self._those_with("micro_batch"))
 
     def sliced(self) -> list[SlicedBucket]:
         """Return the buckets of which the transforms need slices of the sums with ``sum_order="fixed"``."""

@@ -126,11 +126,11 @@ class GradientCompletion:
         Host synchronization: in these three windows. In other windows only if a transform or an observer needs it, as
             `Offloaded` does after other code wrote weights.
         """
-        if window.phase in ("complete", "clipped"):
+        if window.phase in ("complete", "clipped") or window.decision is not None:  # a clipped window may be broken
             return None
         self._check_converted()
         for observer in self.chain.observers:
-            observer.local_grads(window)
+            _observe(observer.local_grads, window)
         if window.captured:
             keep_in_place((*self._buckets, *(self.early or ())))
         averaged = switch is None or switch.averages(window)
@@ -175,7 +175,7 @@ class GradientCompletion:
             self._forget(frozen)
         window.complete()
         for observer in self.chain.observers:
-            observer.reduced_grads(window)
+            _observe(observer.reduced_grads, window)
         return problem
 
     def _watch_first_windows(self, unused: UnusedParameters) -> None:
@@ -230,9 +230,10 @@ class GradientCompletion:
         self._model.check([of_rank.missing for of_rank in seen])
         self._has_copies = any(of_rank.has_copies for of_rank in seen)
         if self._agreement is not None and sum(of_rank.facts for of_rank in seen) != 0:
-            raise self._agreement.error(
+            error = self._agreement.error(
                 self._agreement.sent, "ranks disagree about the first step, nothing was stepped"
             )
+            raise error from window.take_error()
         warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
             self.table = self.table.with_specs(lambda row: self._with_sums(row.spec, row.param))
@@ -294,8 +295,8 @@ class GradientCompletion:
         """
         if self._agreement is None:
             return 0
-        number = window.number_of_facts(self._agreement, self.param_facts)
-        of_tensors = self._agreement.of_tensors()
+        device = self.chain.registry.device
+        number, of_tensors = window.number_of_facts(self._agreement, self.param_facts, device)
         return number if of_tensors is None else number + int(of_tensors)
 
     def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
@@ -329,3 +330,11 @@ class GradientCompletion:
         for row in self.table:
             if id(row.leaf) in frozen:
                 clear_gradients([row.grad_tensor, *row.path], set_to_none=True)
+
+
+def _observe(method: Callable[[Window], None], window: Window) -> None:
+    """Call a method of a step observer. Its error is deferred to the end of the step."""
+    try:
+        method(window)
+    except Exception as error:
+        window.defer(error)

@@ -382,7 +382,10 @@ class Masters(ParamTransform):
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
         # `GradientCompletion` reports unfrozen parameters on every rank; an error here would be raised on one rank only.
-        self._made.collect(check_unfrozen=False)
+        try:
+            self._made.collect(check_unfrozen=False)
+        except RuntimeError as error:
+            window.defer(error)
 
     def step(self, request: UpdateRequest, update: Update) -> None:
         masters = self._made

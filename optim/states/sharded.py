@@ -27,6 +27,7 @@ from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.call_tracker import is_transport_error
 from ...parallel.mesh.deprecation import renamed_arguments
 from ...parallel.mesh.process_group_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -55,6 +56,7 @@ from ..gradients.reduce_in_backward import (
 )
 from ..norm.param_table import ParamPosition
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, entries_of
+from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement, other_layout
 from .elementwise import check_elementwise
@@ -508,6 +510,8 @@ class Sharded(StatePlacement):
 class Shards(ParamTransform):
     """The transform of `Sharded`: replaces parameters in the param groups by this rank's shards of them."""
 
+    completes_failed_backward = True
+
     def __init__(self, how: Sharded, context: PlacementContext) -> None:
         self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
         self._averages_data, self._tree = context.averages_data, context.tree
@@ -764,6 +768,16 @@ class Shards(ParamTransform):
                     "of optimizer.backward: with Sharded(gradients=True) call it for all micro-batches of a window, or for "
                     "none"
                 )
+
+    def step(self, request: UpdateRequest, update: Update) -> None:
+        """Call ``update``, then `write_back`, also if ``update`` raised: the other ranks wait in the all-gathers."""
+        try:
+            update(request)
+        except Exception as error:
+            if not is_transport_error(error):
+                self.write_back()
+            raise
+        self.write_back()
 
     @torch.no_grad()
     def write_back(self) -> None:

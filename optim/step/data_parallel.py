@@ -121,8 +121,10 @@ class GradSyncController(ABC):
         is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces gradients.
         in_backward: True if a data-parallel module averages all gradients over data-parallel axes before backward ends.
         float32_grads: True if half-precision parameters may have float32 gradients.
+        completes_failed_backward: True if `micro_batch` issues all of its collectives even if its body raises.
     """
 
+    completes_failed_backward = False
     on = True
     is_ddp = False
     in_backward = False
@@ -193,6 +195,8 @@ class OverlappedReduce(GradSyncController):
         reducer: Reduces the buckets.
     """
 
+    completes_failed_backward = True
+
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
 
@@ -212,9 +216,11 @@ class OverlappedReduce(GradSyncController):
         reduces = self.on
         if reduces and is_captured():
             self._reducer.keep_in_place()
-        with super().micro_batch(window), self._reducer.micro_batch(window.several) if reduces else nullcontext():
-            yield
-        window.reduced |= reduces
+        try:
+            with super().micro_batch(window), self._reducer.micro_batch(window.several) if reduces else nullcontext():
+                yield
+        finally:
+            window.reduced |= reduces
 
     def averages(self, window: Window) -> bool:
         """Return True, because `step` reduces the gradients that backward has not reduced.

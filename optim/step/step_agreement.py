@@ -79,8 +79,8 @@ class UsedClip:
 
     Args:
         rule: The rule from the optimizer's ``max_norm``; None: no rule.
-        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared
-            (`AgreedThresholds.now` raises if one of them changes).
+        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared; a
+            rank whose thresholds change has an error (`AgreedThresholds.now`).
 
     Attributes:
         number: A hash below 2^28, equal on ranks with equal clipping.
@@ -159,6 +159,7 @@ MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
 GRADIENT = "the gradient of "
 MOST = 6  # the maximum number of differences that an error lists
+FAILED_STEPS = "the number of calls of step() or of a clip that raised on one rank only"
 SINCE = "ranks disagree about a step, which was skipped on all of them"
 
 
@@ -176,6 +177,25 @@ class ParamFacts(NamedTuple):
     without_gradient: tuple[int, ...] = ()
 
 
+class ErrorFacts(NamedTuple):
+    """The errors of one rank, of which the other ranks learn by the next step.
+
+    Args:
+        now: The class name and text of an error that this rank raises at the end of the step; the step is skipped on
+            all ranks. Default None: no error.
+        failed: The number of earlier steps and explicit clips in which this rank raised an error at once, so that it
+            left out some of their collectives or did not update its weights. It must be equal on all ranks. Default: 0.
+        last: The class name and text of the last of these errors. Default: empty.
+    """
+
+    now: str | None = None
+    failed: int = 0
+    last: str = ""
+
+
+NO_ERRORS = ErrorFacts()
+
+
 class Facts(NamedTuple):
     """One rank's values in one step that must be equal on other ranks.
 
@@ -187,6 +207,7 @@ class Facts(NamedTuple):
         weight: The sum of the micro-batches' weights; a text if it is a tensor on a device; None (default): not
             compared.
         clip: The clipping rules and thresholds. Default: no clipping.
+        errors: The errors of this rank. Default: none.
     """
 
     micro_batches: int
@@ -195,6 +216,7 @@ class Facts(NamedTuple):
     params: ParamFacts = ParamFacts()
     weight: float | str | None = None
     clip: ClipFacts = ClipFacts()
+    errors: ErrorFacts = NO_ERRORS
 
 
 class NamedFacts(NamedTuple):
@@ -205,12 +227,14 @@ class NamedFacts(NamedTuple):
         frozen: Names of frozen parameters. Default: none.
         thawed: Names of unfrozen parameters. Default: none.
         without_gradient: Texts that name a parameter and its replicas on some ranks; equal on these ranks. Default: none.
+        error: The class name and text of this rank's error in the step. Default None: no error.
     """
 
     facts: Mapping[str, str]
     frozen: tuple[str, ...] = ()
     thawed: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
+    error: str | None = None
 
 
 class _Class(NamedTuple):
@@ -394,7 +418,8 @@ class StepAgreement:
         self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
         self._world = self._class_of(range(topology.world_size), "world")
         self.used_clip = UsedClip(rule, all_groups)
-        self._of_groups = self._of_params = self._of_window = self._sum = 0
+        self._of_groups = self._of_params = self._of_window = self._of_errors = self._sum = 0
+        self._errors = NO_ERRORS
         self._window: tuple[int, bool, float | str | None] | None = None
         self._settings: Sequence[Settings] = ()
         self._params = ParamFacts()
@@ -423,11 +448,13 @@ class StepAgreement:
         weight: float | Tensor | None,
         params: ParamFacts,
         explicit: tuple[Clip | None, ...] = (),
+        errors: ErrorFacts = NO_ERRORS,
     ) -> int:
         """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
 
         A parameter in ``params.thawed``, which was unfrozen without `refresh`, makes the sum differ from 0, because no step
-        updates it. Settings that are tensors on a device are compared by `of_tensors` instead.
+        updates it. So does the error ``errors.now``. Settings that are tensors on a device are compared by `of_tensors`
+        instead.
 
         Collectives: none. Host synchronization: that of `UsedClip.read`.
 
@@ -436,16 +463,17 @@ class StepAgreement:
             weight: The sum of the micro-batches' weights; None: they have no weights.
             params: The parameters that are frozen, unfrozen or without a gradient.
             explicit: The rules of explicit clips in the window. Default: none.
+            errors: The errors of this rank. Default: none.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
-            if group.read(param_groups[group.index]):
+            if group.read(param_groups[group.index] if group.index < len(param_groups) else {}):
                 changed = True
         weighted = weight is not None
         shared_weight = self._shared_weight(weight)
         same_window = (micro_batches, weighted, shared_weight) == self._window
         same_clip = not self.used_clip.read(explicit, param_groups)
-        if not changed and same_window and same_clip and params == self._params:
+        if not changed and same_window and same_clip and params == self._params and errors == self._errors:
             return self._sum
         if changed:
             by_class: dict[_Class, int] = {}
@@ -463,10 +491,23 @@ class StepAgreement:
             self._of_params = self._frozen_number(params.frozen) + self._missing_number(params.without_gradient)
             self._of_params += sum(hash_of("thawed", index) | 1 for index in params.thawed)
         clip = self.used_clip.facts
-        self.sent = Facts(micro_batches, weighted, self._settings, params, shared_weight, clip)
+        self.sent = Facts(micro_batches, weighted, self._settings, params, shared_weight, clip, errors)
         of_clip = self._world.coefficient * self.used_clip.number
-        self._sum = self._of_window + self._of_groups + self._of_params + of_clip
+        self._sum = self._of_window + self._of_groups + self._of_params + of_clip + self._errors_number(errors)
         return self._sum
+
+    def number_of_errors(self, errors: ErrorFacts) -> int:
+        """Return the result of `number` for a rank that can't read its settings, as ``errors.now`` describes."""
+        self.sent = Facts(0, False, errors=errors)
+        return self._errors_number(errors)
+
+    def _errors_number(self, errors: ErrorFacts) -> int:
+        """Return the summand for ``errors``. A rank without errors adds 0 instead."""
+        if errors != self._errors:
+            self._errors = errors
+            self._of_errors = self._world.term(FAILED_STEPS, errors.failed) if errors.failed else 0
+            self._of_errors += 0 if errors.now is None else hash_of("error", errors.now) | 1
+        return self._of_errors
 
     def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
         """Return ``weight`` as it is compared between the ranks along the model axes, which must have equal weights.
@@ -505,13 +546,19 @@ class StepAgreement:
             self._keys = Called.of(self.plan)
         return self._keys
 
-    def of_tensors(self) -> Tensor | None:
+    def of_tensors(self, device: torch.device) -> Tensor | None:
         """Return this rank's summand for settings in device tensors, 0-dim float64; None if no setting is a device tensor.
 
-        Call it after `number`, to whose result it must be added. Host synchronization: none. Collectives: none.
+        Call it after `number`, to whose result it must be added. Collectives: none.
+
+        Args:
+            device: The device of the result.
+        Host synchronization: none if the tensors are on ``device``.
         """
         terms = [
-            group.ranks.coefficient * _hashed(value, salt) for group in self._groups for value, salt in group.tensors
+            group.ranks.coefficient * _hashed(value, salt).to(device, non_blocking=True)
+            for group in self._groups
+            for value, salt in group.tensors
         ]
         return torch.stack(terms).sum() if terms else None
 
@@ -534,7 +581,11 @@ class StepAgreement:
         if facts.weight is not None:
             facts_by_name[f"{SUM_OF_WEIGHTS}{where}{f' at {at}' if at else ''}"] = describe(facts.weight)
         facts_by_name |= facts.clip.as_text()
+        if facts.errors.now is not None:
+            return NamedFacts({}, error=facts.errors.now)
+        facts_by_name[FAILED_STEPS] = _failed_text(facts.errors)
         for group, settings in zip(self._groups, facts.settings, strict=False):
+            facts_by_name[f"param group {group.index}{where}"] = "present" if settings.keys else "missing"
             for key, text in settings.as_text().items():
                 facts_by_name[f"{key} of param group {group.index}{where}"] = text
         if facts.params == ParamFacts():
@@ -566,6 +617,9 @@ class StepAgreement:
 
         Collectives: an object all-gather if a parameter is frozen or has no gradient, and none is thawed.
         """
+        raised = [(rank, of_rank.error) for rank, of_rank in enumerate(by_rank) if of_rank.error is not None]
+        if raised:
+            return f"rank {raised[0][0]} raised {raised[0][1]}"
         thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
         if thawed:
             name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})
@@ -615,6 +669,11 @@ ADVICE = {  # by prefix of a fact's name
         "use the parameter on all of them, or on none of them. If each rank computes a part of the gradient, declare that: "
         "P(partial=...) with the axis."
     ),
+    FAILED_STEPS: (
+        "From then on, the weights of the ranks, or the steps that they are in, may differ, so all steps are skipped: "
+        "remove the cause of the error, and continue from a checkpoint."
+    ),
+    "param group": "Add and remove param groups on every rank, by add_param_group of the ParallelOptimizer.",
     "requires_grad": "Call requires_grad_ on every rank that holds the parameter, between the same two steps.",
     "": (
         "Give all ranks the same hyper-parameters: a rank that sets them from local values, such as a "
@@ -634,6 +693,10 @@ def thawed_text(name: str, where: str = "") -> str:
         f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, so no step would update "
         "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps"
     )
+
+
+def _failed_text(errors: ErrorFacts) -> str:
+    return f"{errors.failed} (the last: {errors.last})" if errors.failed else "0"
 
 
 def _at(names: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:

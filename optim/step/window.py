@@ -42,6 +42,7 @@ from ..clip.clipper import GradScaleInfo, StepDecision
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import PackedSum
 from ..norm.powers import accumulation_dtype
+from .step_agreement import NO_ERRORS, ErrorFacts
 
 if TYPE_CHECKING:
     from .step_agreement import ParamFacts, StepAgreement
@@ -235,6 +236,7 @@ class Window:
     Args:
         steps: Micro-batches per window (``accumulation_steps``); None: the caller decides when to step.
         scaled: True if every loss must be multiplied by a loss scale. Default False.
+        alone: True (default) if there is one rank.
     Raises:
         ValueError: ``steps`` is not a whole number >= 1.
 
@@ -259,15 +261,19 @@ class Window:
         saw_grads: True after a backward has left a gradient on this rank, in this or an earlier window.
         divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
+        error: The error of `defer` in this window; None: no error.
+        failed: As in `ErrorFacts`.
+        last_failure: As ``last`` in `ErrorFacts`.
     """
 
-    def __init__(self, steps: int | None, scaled: bool = False) -> None:
+    def __init__(self, steps: int | None, scaled: bool = False, alone: bool = True) -> None:
         if steps is not None and not is_whole(steps, 1):
             raise ValueError(
                 f"accumulation_steps={steps!r}: give a whole number >= 1, or None, so that every call of step() ends the "
                 "window"
             )
-        self.steps, self.scaled = steps, scaled
+        self.steps, self.scaled, self.alone = steps, scaled, alone
+        self.failed, self.last_failure = 0, ""
         self.has_stale_grads = self.sync_skipped = self.several = self.captured = self.saw_grads = (
             self.divided_twice
         ) = False
@@ -300,11 +306,18 @@ class Window:
         self.pending_clip: Clip | None = None
         self.decision: StepDecision | None = None
         self.explicit: tuple[Clip | None, ...] = ()
+        self.error: Exception | None = None
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
         self._recorded: list[_Gradient] = []
         self._stop_watching()
         self._handled: BaseException | None = None  # the exception being handled when the last micro-batch began
+
+    def close_after_step(self, params: Sequence[Tensor]) -> None:
+        """Start an empty window after a step. A broken window stays broken until `clear`. ``params`` as in `close`."""
+        is_broken = self.phase == "broken"
+        self.close(params)
+        self.phase = "broken" if is_broken else "open"
 
     def clear(self) -> None:
         """Start an empty window after all gradients were cleared."""
@@ -350,16 +363,27 @@ class Window:
         """Return True if the micro-batches so far were given weights, including weights of 0."""
         return bool(self._weighted)
 
-    def number_of_facts(self, agreement: StepAgreement, params: ParamFacts) -> int:
-        """Return this rank's number in the field ``"agreement"``, whose sum over ranks is 0 if their settings agree.
+    def number_of_facts(
+        self, agreement: StepAgreement, params: ParamFacts, device: torch.device
+    ) -> tuple[int, Tensor | None]:
+        """Return this rank's number in the field ``"agreement"``, and a tensor to add to it, 0-dim float64, or None.
 
-        Host synchronization: that of `StepAgreement.number`.
+        The sum over ranks is 0 if their settings agree and no rank has deferred an error. If the settings can't be
+        read, the error is deferred.
 
         Args:
             agreement: The comparison of settings between ranks.
             params: The parameters that are frozen, unfrozen or without a gradient.
+            device: The device of the tensor.
+        Host synchronization: that of `StepAgreement.number`.
         """
-        return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, params, self.explicit)
+        weight = self.weight if self.is_weighted else None
+        try:
+            number = agreement.number(self.micro_batches, weight, params, self.explicit, self._errors())
+            return number, agreement.of_tensors(device)
+        except Exception as error:  # of any type: a hyper-parameter may be any object
+            self.defer(error)
+            return agreement.number_of_errors(self._errors()), None
 
     @property
     def count(self) -> int:
@@ -395,16 +419,25 @@ class Window:
         """Return True if ``accumulation_steps`` is set and the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
-    def ends(self, final: bool) -> bool:
+    def ends(self, final: bool, may_defer: bool = False) -> bool:
         """Return True if a call of `step` ends the window now; False if `step` must do nothing.
 
         Args:
             final: True: the window may end with fewer micro-batches than ``steps``, but at least one.
+            may_defer: True: if a backward of the window raised, defer that error to the end of the step. Default False.
         Raises:
-            RuntimeError: A backward of this window raised.
+            RuntimeError: A backward of this window raised, and ``may_defer`` is False or the window does not end.
         """
-        self._check_whole()
-        return self.is_full or (final and self.micro_batches > 0)
+        ends = self.is_full or (final and self.micro_batches > 0)
+        if self.phase == "broken":
+            error = self._broken_error()
+            if ends and may_defer:
+                self.defer(error)
+                return True
+            if ends:
+                self.count_failure(error)
+            raise error
+        return ends
 
     def may_clear(self) -> bool:
         """Return True if `zero_grad` may clear gradients now.
@@ -474,6 +507,37 @@ class Window:
             self._facts = facts
             pack.split(pack.values)["agreement"].fill_(facts)
         return pack, place
+
+    # Errors of this rank ---------------------------------------------------------------------------------------------
+
+    def defer(self, error: Exception) -> None:
+        """Record an error of this rank: the step is skipped on all ranks, and this rank raises the error at its end.
+
+        If the rank raised at once, the other ranks would wait in the collectives of the step. With one rank, the error
+        is raised at once. Only the first error of a window is recorded.
+        """
+        if self.alone:
+            raise error
+        self.error = self.error or error
+
+    def take_error(self) -> Exception | None:
+        """Return the error of `defer`, and forget it. None: no error."""
+        error, self.error = self.error, None
+        return error
+
+    def count_failure(self, error: Exception) -> None:
+        """Count an error that this rank raises at once, from `step` or an explicit clip.
+
+        If other ranks raised no error, all ranks skip all later steps, because the steps of the other ranks no longer
+        correspond to those of this rank, or their weights differ.
+        """
+        self.failed, self.last_failure = self.failed + 1, _error_text(error)
+
+    def _errors(self) -> ErrorFacts:
+        error = self.error or (self._broken_error() if self.phase == "broken" else None)
+        if error is None and not self.failed:
+            return NO_ERRORS
+        return ErrorFacts(None if error is None else _error_text(error), self.failed, self.last_failure)
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -625,10 +689,17 @@ class Window:
 
     def _check_whole(self) -> None:
         if self.phase == "broken":
-            raise RuntimeError(
-                "a backward of this window raised an error, so the window's gradients are incomplete: call zero_grad() of "
-                "this optimizer and repeat all micro-batches of the window"
-            )
+            raise self._broken_error()
+
+    def _broken_error(self) -> RuntimeError:
+        return RuntimeError(
+            "a backward of this window raised an error, so the window's gradients are incomplete: call zero_grad() of "
+            "this optimizer and repeat all micro-batches of the window"
+        )
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 # The vote of a rank that has scaled a loss. It exceeds the number of ranks, and a rank with only unscaled gradients votes

@@ -40,7 +40,8 @@ def test_explicit_clip_does_not_complete_window_after_failed_backward(steps: int
     assert optimizer.step() is not None
 
 
-def changed_threshold() -> str:
+def changed_threshold() -> tuple[str, float]:
+    """Return the error or "skipped", and the first weight."""
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         a, b = weight("a"), weight("b")
         groups = [{"params": [a], "max_norm": 1.0}, {"params": [b], "max_norm": 1.0}]
@@ -50,16 +51,18 @@ def changed_threshold() -> str:
         if first:
             optimizer.param_groups[1]["max_norm"] = 2.0
         try:
-            optimizer.step()
+            stats = optimizer.step()
+            text = "skipped" if stats.skipped else "stepped"
         except ValueError as error:
-            return str(error)
-        return "stepped"
+            text = str(error)
+        return text, float(a[0])
 
 
-def test_group_threshold_changed_on_one_stage_does_not_hang_other_stages(world: World) -> None:
-    first, second = world.run(2, changed_threshold)
+def test_group_threshold_changed_on_one_stage_skips_step_on_all_stages(world: World) -> None:
+    (first, weight_of_first), (second, weight_of_second) = world.run(2, changed_threshold)
     assert "some ranks have fewer groups" in first
-    assert second == "stepped"
+    assert second == "skipped"
+    assert (weight_of_first, weight_of_second) == (0.0, 0.0)
 
 
 def clipped_sums() -> tuple[str, float]:

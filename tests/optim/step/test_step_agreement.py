@@ -869,3 +869,22 @@ def test_hash_of_compared_tensor_depends_on_order_and_salt(dtype: torch.dtype) -
     hashes = [float(_hashed(tensor, salt)) for tensor, salt in ((one, 1), (one.flip(0), 1), (one, 2))]
     assert len(set(hashes)) == 3
     assert hashes[0] == float(_hashed(one.clone(), 1))
+
+
+def named_on_one_rank() -> list[float]:
+    """Pass the parameter with a name on rank 1 only, so that only its param group has the key "param_names"."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        weight = parameter("w", value=1.0)
+        params: Any = [("w", weight)] if registry.global_rank else [weight]
+        optimizer = ParallelOptimizer(torch.optim.AdamW(params, fused=True), registry)
+        disagreed = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(weight.sum())
+            stats: Any = optimizer.step()
+            disagreed.append(float(stats.ranks_disagree))
+        return disagreed
+
+
+def test_ranks_agree_if_only_one_passes_names_of_parameters(world: World) -> None:
+    assert world.run(2, named_on_one_rank) == [[0.0, 0.0]] * 2

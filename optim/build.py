@@ -756,8 +756,17 @@ def as_one(
 
     try:
         return made()
-    except (TypeError, ValueError):
+    except Exception:  # any type: without this rank, the other ranks would wait in the constructor's first collective
         return on_all_ranks(made, registry)
+
+
+def check_is_parallel(optimizer: object) -> None:
+    """Raise TypeError if ``optimizer`` has no attribute ``registry``, and so is not a `ParallelOptimizer`."""
+    if not hasattr(optimizer, "registry"):
+        raise TypeError(
+            f"the optimizer is of type {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has "
+            "the master weights, the shards and the step counts"
+        )
 
 
 def check_loss(loss: object, call: str) -> None:

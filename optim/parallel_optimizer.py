@@ -39,8 +39,16 @@ from .gradients.buckets import CommHook
 from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
-from .norm.plan import ReductionPlan, check_unused
-from .states.chain import StatePlacement, StepObserver, TransformChain, leave_out, match_names, named_params_of
+from .norm.plan import ReductionPlan
+from .states.chain import (
+    StatePlacement,
+    StepObserver,
+    TransformChain,
+    checked_group,
+    leave_out,
+    match_names,
+    named_params_of,
+)
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .states.state_hash import hash_of_state
@@ -836,17 +844,16 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             `DistributedDataParallel`. Nothing is changed if it raises.
         Collectives: as the constructor, and one more object all-gather.
         """
-        before, given = len(self.param_groups), param_group["params"]
-        check_unused(given)
-        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
-        added = named_params_of([group])
-        match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == group.get(OPTIMIZER_INDEX)])
-        groups, left_out = self._setup.with_spec([*self._given, added])
+        before = len(self.param_groups)
 
-        def add_for_a_moment() -> None:
+        def add_for_a_moment() -> tuple[dict[str, Any], list[tuple[str | None, Tensor]]]:
             # Runs before any tensor is replaced, so that after an error only the list of param groups must be restored.
+            group = checked_group(param_group)
+            own_index = group.get(OPTIMIZER_INDEX)
+            match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == own_index])
             with own_calls:
                 self.optimizer.add_param_group({**group, "params": group["params"][:]})
+            added = named_params_of([group])
             known = {id(param) for params in self._given for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
                 raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
@@ -859,9 +866,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     "its GPU when the optimizer is made"
                 )
             self._check_unfrozen()
+            return group, added
 
         try:
-            on_all_ranks(add_for_a_moment, self.registry)
+            group, added = on_all_ranks(add_for_a_moment, self.registry)
+            groups, left_out = self._setup.with_spec([*self._given, added])
             agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
         finally:
             del self.param_groups[before:]

@@ -215,40 +215,37 @@ def prepare_dataloader(
     Returns:
         The loader; one iteration over it is one epoch.
     Raises:
-        TypeError: On every rank: the dataset has no length. Also raised by torch for an unknown argument of DataLoader.
+        TypeError: On every rank: the dataset has no length, or torch's DataLoader has no such argument.
         ValueError: On every rank: a batch would be empty; ``batch_size`` is not an integer >= 1; ``seed`` is not an
-            integer; ``sampler`` or ``batch_sampler`` is given; or arguments differ between ranks. Also raised by torch
-            for an incorrect argument of DataLoader.
+            integer; ``sampler`` or ``batch_sampler`` is given; torch's DataLoader rejects an argument; or arguments
+            differ between ranks.
     Collectives: two object all-gathers over the world in this call, or none with one rank; none in iteration.
     Host synchronization: yes in this call, except with one rank; none in iteration.
     """
 
-    def share() -> ShardedBatchSampler:
+    def share() -> ShardedDataLoader[T]:
         samples = _length_of(dataset)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
             raise ValueError(f"{chosen[0]}= is given, but prepare_dataloader makes its own; leave the argument out")
         axes = registry.topology.sample_axes
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
-        return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
+        sampler = ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
+        return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
 
     with in_call(registry, "prepare_dataloader"):
+        loader = on_all_ranks(share, registry)
         arguments = f"{batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
-        sampler = _make_sampler(share, arguments, registry)
-    return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
+        _compare_arguments(f"{loader.state_dict()['samples']} samples, {arguments}", registry)
+    return loader
 
 
-def _make_sampler(
-    share: Callable[[], ShardedBatchSampler], arguments: str, registry: ProcessGroupRegistry
-) -> ShardedBatchSampler:
-    sampler = on_all_ranks(share, registry)
-    local = f"{sampler.samples} samples, {arguments}"
+def _compare_arguments(local: str, registry: ProcessGroupRegistry) -> None:
     for rank, remote in enumerate(gather_objects(local, registry)):
         if remote != local:
             raise ValueError(
                 f"rank {registry.global_rank} has {local}, but rank {rank} has {remote}; give the same dataset and "
                 "arguments on all ranks"
             )
-    return sampler
 
 
 class ShardedDataLoader(DataLoader[T]):

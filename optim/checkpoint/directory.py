@@ -492,10 +492,19 @@ def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
     _last.setdefault(optimizer, {})[checkpoint.parent.resolve()] = checkpoint.name
 
 
-def check_is_parallel(optimizer: object) -> None:
-    """Raise TypeError if ``optimizer`` has no attribute ``registry``, and so is not a `ParallelOptimizer`."""
-    if not hasattr(optimizer, "registry"):
-        raise TypeError(
-            f"the optimizer is of type {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has "
-            "the master weights, the shards and the step counts"
-        )
+def path_on_all_ranks(path: str | os.PathLike[str], registry: ProcessGroupRegistry) -> Path:
+    """Return ``path`` as a `Path`. If it is no path on any rank, raise TypeError on every rank.
+
+    Collectives: an object all-gather over all ranks; none with one rank.
+    Host synchronization: yes, except with one rank.
+    """
+
+    def convert() -> Path:
+        try:
+            return Path(path)
+        except TypeError:
+            raise TypeError(
+                f"path is {path!r}; give the directory of the checkpoints, a str or an os.PathLike"
+            ) from None
+
+    return on_all_ranks(convert, registry)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.layout.shard import Region, Shape
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.random_state import check_random_state, random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable, some
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import check_like
+from ..build import check_is_parallel
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE
 from ..step.skips import SkipMonitor
@@ -50,11 +51,11 @@ from .directory import (
     MANIFEST,
     SHARED_FILE,
     FileRecord,
-    check_is_parallel,
     files_on_all_ranks,
     files_on_first_rank,
     is_checkpoint,
     newest_checkpoint,
+    path_on_all_ranks,
     plain_content,
     rank_file,
     read_manifest,
@@ -381,7 +382,11 @@ def load_checkpoint(
     elif registry is None:
         raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
     with in_call(registry, "load_checkpoint"):
-        directory, found = _load_newest(Path(path), _Run(model, optimizer, lr_scheduler, registry, trainable_only))
+        root = path_on_all_ranks(path, registry)
+        given = "given" if optimizer is not None else "None"
+        options = {"optimizer=": given, "trainable_only=": bool(trainable_only)}
+        check_same({f"{name} of load_checkpoint": value for name, value in options.items()}, registry)
+        directory, found = _load_newest(root, _Run(model, optimizer, lr_scheduler, registry, trainable_only))
     if optimizer is not None:
         remember(optimizer, directory)
     if found.restoration.combined:

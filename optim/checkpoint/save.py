@@ -41,6 +41,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call, public_call
 from ...parallel.mesh.random_state import random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..build import check_is_parallel
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.wrapped_optimizer import kind_of
 from .contents import (
@@ -59,10 +60,10 @@ from .directory import (
     SHARED_FILE,
     FileRecord,
     begin,
-    check_is_parallel,
     files_on_all_ranks,
     files_on_first_rank,
     last_known,
+    path_on_all_ranks,
     publish,
     rank_file,
     remember,
@@ -119,14 +120,16 @@ def save_checkpoint(
             checkpoint under ``path`` is not the last one that ``optimizer`` saved or loaded there. The previous
             checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
-        TypeError: The optimizer is not a `ParallelOptimizer`.
+        TypeError: On every rank: ``path`` is not a path. On this rank: the optimizer is not a `ParallelOptimizer`, so its
+            process groups are unknown; other ranks wait until the timeout.
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes, everything is copied to the host.
     """
     check_is_parallel(optimizer)
     with in_call(optimizer.registry, "save_checkpoint"):
+        directory = path_on_all_ranks(path, optimizer.registry)
         snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, keep, trainable_only)
-        checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
+        checkpoint = write(directory, snapshot, last_known(optimizer, directory), optimizer.registry)
     remember(optimizer, checkpoint)
     return checkpoint
 
@@ -305,14 +308,16 @@ class AsyncSaver:
         keep: Number of newest checkpoints to keep, including the new one, >= 1. Default: 1.
     Raises:
         ValueError: On every rank: ``keep`` is out of range.
-    Collectives: two object all-gathers in the constructor; none with one rank.
+        TypeError: On every rank: ``path`` is not a path.
+    Collectives: three object all-gathers in the constructor; none with one rank.
     Memory: while a checkpoint is written, a CPU copy of this rank's parameters, buffers, master weights and optimizer
     states. Copies of CUDA tensors are in pinned memory, which torch keeps for later copies.
     """
 
     def __init__(self, path: str | os.PathLike[str], registry: ProcessGroupRegistry, *, keep: int = 1) -> None:
+        self.path = path_on_all_ranks(path, registry)
         on_all_ranks(lambda: check_keep(keep), registry)
-        self.path, self.registry, self.keep = Path(path), registry, keep
+        self.registry, self.keep = registry, keep
         self._apart = ProcessGroupRegistry(registry.topology, backend="gloo", exclusive_groups=True)
         # Connects the ranks now, because a thread must not connect them later through the store of the other groups.
         gather_objects(None, self._apart)
@@ -343,12 +348,12 @@ class AsyncSaver:
         Raises:
             ValueError: On every rank: as `save_checkpoint`, for this checkpoint or for the previous one.
             RuntimeError: On every rank: the previous checkpoint could not be written.
-            TypeError: The optimizer is not a `ParallelOptimizer`.
+            TypeError: On every rank: the optimizer is not a `ParallelOptimizer`.
         Collectives: gathers of Python objects over all ranks.
         Host synchronization: as `make_snapshot`. The host does not wait for the copies of CUDA tensors; the thread
             waits for them. Later work in the current stream, such as the next step, runs after the copies.
         """
-        check_is_parallel(optimizer)
+        on_all_ranks(lambda: check_is_parallel(optimizer), self.registry)
         self.wait()
         snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, self.keep, trainable_only)
         copy, arrived = on_all_ranks(lambda: _copy_to_host(snapshot), self.registry)

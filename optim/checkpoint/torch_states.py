@@ -15,8 +15,10 @@ from ...amp.master_weights import SCALAR_STATE
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import check_all_say_the_same, gather_objects, on_all_ranks, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.value_checks import anything, dict_of, fields, list_of
+from ..build import check_is_parallel
 from ..norm.param_table import SteppedTensor
 from ..norm.plan import ParameterEntry
 from ..parallel_optimizer import ParallelOptimizer
@@ -163,12 +165,13 @@ class ParameterStates:
             value: The saved state: a DTensor, a full tensor, or a tensor of the local shape.
 
         Raises:
-            ValueError: ``value`` is a DTensor, and a DTensor does not support the parameter's layout in this run.
+            ValueError: ``value`` has another shape than the full parameter and this rank's shard. Or it is a DTensor, and
+                a DTensor does not support the parameter's layout in this run.
         Collectives: if ``value`` is a DTensor of another layout, those of ``value.full_tensor()``. If it is a DTensor
             of the same layout, with `Sharded` an object all-gather and an all-reduce over its axes. Otherwise none.
         """
         if not has_dtensors((value,)):
-            return value if value.shape == self.entry.shape else self._region().of(value)
+            return value if value.shape == self.entry.shape else self._shard_of(value)
         from torch.distributed.tensor import DTensor, Shard
 
         assert isinstance(value, DTensor)
@@ -178,17 +181,37 @@ class ParameterStates:
         # ranks only.
         same = axes and value.device_mesh == self.registry.device_mesh(*axes)
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
-            return self._region().of(value.full_tensor())
+            return self._shard_of(value.full_tensor())
         rows = value._local_tensor
         if self.sharded_over is None:
             return rows
         parts = {self._first_row(region) * (rows.numel() // region.shape[0]): rows} if region.numel else {}
         return self._combine_shards(parts).view(self.entry.shape)
 
+    def _shard_of(self, full: Tensor) -> Tensor:
+        region = self._region()
+        if tuple(full.shape) != tuple(region.full_shape):
+            raise ValueError(
+                f"a saved state of {self.entry.name} has shape {tuple(full.shape)}, but the parameter has shape "
+                f"{tuple(region.full_shape)}; give the state of a run of the same model"
+            )
+        return region.of(full)
+
+
+def _layout_of(value: Any) -> str:
+    """Return a text that describes whether a saved state is a DTensor, and its placements."""
+    return f"a DTensor of {value.placements}" if has_dtensors((value,)) else "no DTensor"
+
 
 # The adapter ----------------------------------------------------------------------------------------------------------
 
 _OWN = "meshstep/"  # prefix of meshstep's entries in a param group
+_CHECK_STATE = fields(
+    {
+        "state": dict_of(dict_of(anything), key=anything),
+        "param_groups": list_of(fields({"params": list_of(anything)})),
+    }
+)
 _CLIP = _OWN + "clip"  # the clipping rule's state, as one text: a flattened state dict repeats it per parameter
 
 
@@ -228,6 +251,7 @@ class TorchStates(torch.optim.Optimizer):
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
         # super().__init__ is not called: param groups and state are properties, computed from the ParallelOptimizer.
+        check_is_parallel(optimizer)
         self._optimizer, self.registry = optimizer, optimizer.registry
         self._parameters = [list(group) for group in self._parameters_by_group()]
         if not optimizer.state:
@@ -430,14 +454,24 @@ class TorchStates(torch.optim.Optimizer):
             all-gather and an all-reduce per state, and all-gathers of the weights that are written to the model.
         Host synchronization: yes.
         """
-        saved_states = on_all_ranks(lambda: self._saved_states(state_dict), self.registry)
+
+        def read() -> tuple[list[tuple[ParameterStates, Mapping[str, Any]]], dict[str, str]]:
+            found = self._saved_states(state_dict)
+            return found, self._saved_layouts(found)
+
+        saved_states, layouts = on_all_ranks_with(read, self.registry)
+        check_all_say_the_same(layouts)
         state: dict[int, dict[str, Any]] = {}
         masters: dict[int, Tensor] = {}
+        error: Exception | None = None
         for item, saved in saved_states:
-            for key in self._keys[item.entry.name]:
-                if key not in saved:
+            for key in (key for key in self._keys[item.entry.name] if key in saved):
+                try:
+                    parts = dict(self._parts(item, key, saved[key]))
+                except Exception as caught:  # raised below, because the other ranks wait in collectives of later states
+                    error = error or caught
                     continue
-                for position, value in self._parts(item, key, saved[key]):
+                for position, value in parts.items():
                     if key == "master":
                         masters[position] = value
                     else:
@@ -450,7 +484,13 @@ class TorchStates(torch.optim.Optimizer):
             }
             for now, saved in zip(inner["param_groups"], state_dict["param_groups"], strict=True)
         ]
-        rest = on_all_ranks(lambda: self._saved_rest(state_dict), self.registry)
+
+        def read_rest() -> dict[str, Any]:
+            if error is not None:
+                raise error
+            return self._saved_rest(state_dict)
+
+        rest = on_all_ranks(read_rest, self.registry)
         weights = {**inner["meshstep"]["weights"], **rest.pop("weights")}
         if masters:
             weights["masters"] = masters
@@ -481,8 +521,10 @@ class TorchStates(torch.optim.Optimizer):
         """Return (parameter, its saved states by name) pairs.
 
         Raises:
-            ValueError: The saved param groups have other numbers of parameters, or a parameter has other states.
+            ValueError: ``state_dict`` is not a result of `state_dict`; the saved param groups have other numbers of
+                parameters; or a parameter has other states.
         """
+        _CHECK_STATE(state_dict, "the state")
         items = [item for group in self._parameters for item in group]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -499,6 +541,16 @@ class TorchStates(torch.optim.Optimizer):
                     "state was saved by another optimizer or in another precision mode; use that optimizer and mode"
                 )
         return found
+
+    def _saved_layouts(self, found: list[tuple[ParameterStates, Mapping[str, Any]]]) -> dict[str, str]:
+        """Return whether saved states are DTensors, by name of the state. Ranks compare it, because it determines the
+        collectives in `_parts`."""
+        layouts = {}
+        for item, saved in found:
+            for key in self._keys[item.entry.name]:
+                if key in saved or item.sharded_over is not None:
+                    layouts[f"{key} of {item.entry.name}"] = _layout_of(saved[key]) if key in saved else "missing"
+        return layouts
 
     def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
         """Yield (position in the param groups, part of the saved state ``value``) for each shard that this rank steps.

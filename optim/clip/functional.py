@@ -42,16 +42,31 @@ NamedParam = tuple[str | None, Tensor]
 def unique_params(params: Params) -> list[NamedParam]:
     """Return (name, parameter) pairs, with each parameter once. The name is None if ``params`` has none for it.
 
-    Raises ValueError if ``params`` is an exhausted generator.
+    Raises:
+        ValueError: ``params`` is an exhausted generator, or has a tuple that is not a pair.
+        TypeError: ``params`` is not iterable, or has an item that is neither a tensor nor a pair with a tensor.
     """
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     check_unused(params)
-    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    if not any(issubclass(kind, tuple) for kind in {*map(type, items)}):
+    given: Any = params
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"params is {given!r}; give a module, parameters, or (name, parameter) pairs")
+    items: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+    kinds = {*map(type, items)}
+    if not any(issubclass(kind, tuple) for kind in kinds):
+        _check_tensors(kinds)
         return [(None, param) for param in {id(param): param for param in items}.values()]
     pairs = [item if isinstance(item, tuple) else (None, item) for item in items]
+    if wrong := next((pair for pair in pairs if len(pair) != 2), None):
+        raise ValueError(f"params has a tuple of {len(wrong)} items; give (name, parameter) pairs")
+    _check_tensors({type(param) for _, param in pairs})
     return [*{id(param): (name, param) for name, param in pairs}.values()]
+
+
+def _check_tensors(kinds: set[type]) -> None:
+    if wrong := [kind.__name__ for kind in kinds if not issubclass(kind, Tensor)]:
+        raise TypeError(f"params has an item of type {wrong[0]}; give a module, parameters, or (name, parameter) pairs")
 
 
 @dataclass
@@ -198,10 +213,14 @@ class StatefulClipper:
             reduction=reduction,
         )
 
-    def check_options(self, norm_type: float, reduction: Reduction) -> None:
-        """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call."""
+    def check_options(self, clip: ClipState, norm_type: float, reduction: Reduction) -> None:
+        """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call.
+
+        Collectives: those of a call, if it raises. The other ranks wait in these collectives.
+        """
         if (norm_type, reduction) != self.options:
             first_norm_type, first_reduction = self.options
+            self.take_part(clip)
             raise ValueError(
                 f"norm_type={norm_type}, reduction={reduction!r}: the first call with this ClipState had norm_type="
                 f"{first_norm_type}, reduction={first_reduction!r}; give the same values, or make another ClipState"
@@ -232,10 +251,14 @@ class StatefulClipper:
                     f"{type(clip.rule).__name__}: give the same list in every call, or make a ClipState for each list"
                 )
         except (ValueError, TypeError):
-            self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
+            self.take_part(clip)
             raise
         with local_parameters(params, self.registry.topology) as local:
             return self._clip(clip, local, wrong=False)
+
+    def take_part(self, clip: ClipState) -> None:
+        """Run the collectives of a call on a rank that then raises. The other ranks return ``found_inf`` = 1."""
+        self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
 
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
         vote = torch.full((1,), -float(wrong), dtype=torch.float64, device=self.registry.device)
@@ -288,8 +311,9 @@ def global_norm(
         ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
             error names the parameters and the axes.
 
-        A call that compares the ranks' declarations raises an error of a spec or a gradient on all ranks. Other calls
-        raise it only on the rank with the wrong parameter or gradient; the norm is then NaN on the other ranks.
+        A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
+        Other calls raise it only on the rank with the wrong argument, parameter or gradient; the norm is then NaN on the
+        other ranks.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -297,8 +321,13 @@ def global_norm(
         one more all-reduce or reduce-scatter per partial mesh dim.
     Host synchronization: only when ranks are compared.
     """
-    given = unique_params(params)
-    listed, registry = _listed(given, registry)
+    try:
+        checked_norm_type(norm_type)
+        checked_reduction(reduction)
+        listed, registry = _listed(unique_params(params), registry)
+    except Exception as error:
+        _take_part(error, registry, reduction, "global_norm")
+        raise
     with in_call(registry, "global_norm"):
         _compare_replicas_once(listed, registry)
         return _stats(_measure(listed, registry, norm_type, reduction), None)
@@ -403,10 +432,17 @@ def clip_grad_norm_(
         exchanges parameter names.
     Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one more per call.
     """
-    clip = _to_clip_state(max_norm, reduction)
-    norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
-    given = unique_params(params)
-    listed, registry = _listed(given, registry)
+    clip = None
+    try:
+        clip = _to_clip_state(max_norm, reduction)
+        norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
+        checked_norm_type(norm_type)
+        checked_reduction(reduction)
+        given = unique_params(params)
+        listed, registry = _listed(given, registry)
+    except Exception as error:
+        _take_part(error, registry, reduction, "clip_grad_norm_", clip)
+        raise
     with in_call(registry, "clip_grad_norm_"):
         _compare_replicas_once(listed, registry)
         if _needs_only_total(clip):
@@ -415,7 +451,7 @@ def clip_grad_norm_(
             lists = _CACHES.setdefault(registry, _RegistryCache()).lists
             if clip not in lists:
                 lists[clip] = StatefulClipper(listed, registry, clip, norm_type, reduction)
-            lists[clip].check_options(norm_type, reduction)
+            lists[clip].check_options(clip, norm_type, reduction)
             stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
@@ -543,6 +579,36 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
         _measure_nan(registry, norm_type)  # the other ranks wait in this collective, and get a NaN norm
         raise
     return measure(listed.gradients)
+
+
+def _take_part(error: Exception, registry: object, reduction: object, call: str, clip: ClipState | None = None) -> None:
+    """Run the collective of a call in which the other ranks wait, before this rank raises ``error``.
+
+    If the call compares declarations, the other ranks then raise the error, too; otherwise they get a non-finite norm, or
+    ``found_inf`` = 1.
+
+    Args:
+        error: An error about an argument, before any collective of the call.
+        registry: The argument of the call. If it is not a `ProcessGroupRegistry`, nothing is done.
+        reduction: The argument of the call.
+        call: The name of the called function.
+        clip: The rule of the call; None: without a rule, or the error is about the rule. Default: None.
+    """
+    if not isinstance(registry, ProcessGroupRegistry):
+        return
+    state = _CACHES.setdefault(registry, _RegistryCache())
+    stateful = None if clip is None else state.lists.get(clip)
+
+    def fail() -> ReductionPlan:
+        raise error
+
+    with in_call(registry, call):
+        if clip is not None and stateful is not None:
+            stateful.take_part(clip)
+        elif not state.checked or reduction == "per_group" or (clip is not None and not _needs_only_total(clip)):
+            agreed(fail, registry)
+        else:
+            _measure_nan(registry, 2.0)
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:

@@ -207,6 +207,15 @@ _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 
 
+def check_converts(model: nn.Module) -> None:
+    """Raise TypeError if `in_float64` can't convert the model: a tensor in a lower dtype is a DTensor."""
+    if has_dtensors([tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]):
+        raise TypeError(
+            "parameters or buffers that are DTensors can't be converted to float64 for the proof; build the model in "
+            "float64 (torch.set_default_dtype), or pass dtype=None to prove it in its own dtype"
+        )
+
+
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
@@ -223,11 +232,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     if not tensors:
         yield
         return
-    if has_dtensors(tensors):
-        raise TypeError(
-            "parameters or buffers that are DTensors can't be converted to float64 for the proof; build the model in "
-            "float64 (torch.set_default_dtype), or pass dtype=None to prove it in its own dtype"
-        )
+    check_converts(model)
     before = [_SavedTensor(tensor) for tensor in tensors]
     default = torch.get_default_dtype()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,13 @@ from ...parallel.adapters.declaration import constant_norms, derived_specs, rand
 from ...parallel.interop.audit import Sketch
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.agreement import (
+    check_all_say_the_same,
+    described,
+    gather_objects,
+    on_all_ranks,
+    on_all_ranks_with,
+)
 from ...parallel.mesh.deprecation import renamed_fields, renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
@@ -32,7 +38,17 @@ from .contracts import (
     spec_of_contract,
     split_beside,
 )
-from .differences import Differences, Digits, M, Objective, Promise, find_wrong, in_float64, unequal_loss_axes
+from .differences import (
+    Differences,
+    Digits,
+    M,
+    Objective,
+    Promise,
+    check_converts,
+    find_wrong,
+    in_float64,
+    unequal_loss_axes,
+)
 from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookPoint, cause_of, locate_fault
 
 
@@ -181,8 +197,9 @@ def prove(
         seed: Seed of the random directions. Default: 0.
 
     Raises:
-        ValueError: ``max_parameters`` is below 1. On every rank: a parameter is not declared, an adapter is merged, or a
-            loss is missing, not finite or not a single number.
+        ValueError: On every rank: ``max_parameters`` is below 1, ``dtype``, ``max_parameters`` or ``seed`` differs between
+            ranks, a parameter is not declared, an adapter is merged, or a loss is missing, not finite or not a single
+            number.
         RuntimeError: ``loss_fn`` raised an error on another rank (if it is a ValueError or TypeError, this rank raises
             the same type). The other rank logs its error at once. If this rank waits for that rank in a collective of
             the model, it raises only after the collective has timed out.
@@ -279,7 +296,7 @@ def infer(
     Collectives: as in `prove`. If the first guess of a parameter's layout is wrong, more forwards are needed.
     Host synchronization: yes.
     """
-    logical = _shapes(shapes)
+    logical = on_all_ranks(lambda: _shapes(shapes), registry)
     topology = registry.topology
 
     def guess(measured: Measured) -> dict[str, GradientContract]:
@@ -385,6 +402,8 @@ def _hints_of_near_replicas(
 def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str, Shape]:
     if isinstance(shapes, nn.Module):
         return {name: tuple(param.shape) for name, param in shapes.named_parameters()}
+    if shapes is not None and not isinstance(shapes, Mapping):
+        raise TypeError(f"shapes is a {type(shapes).__name__}; give a dict of shapes by name, or a dense model")
     return {name: tuple(shape) for name, shape in (shapes or {}).items()}
 
 
@@ -525,11 +544,22 @@ def examine(
     Collectives: as in `prove`.
     Host synchronization: yes.
     """
-    if dtype not in (None, torch.float64):
-        raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
-    if most is not None and most < 1:
-        raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
-    in_dtype = in_float64(model) if dtype is not None else nullcontext()
+
+    def check() -> tuple[AbstractContextManager[None], dict[str, str]]:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
+        if not (dtype is None or dtype is torch.float64):
+            raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
+        if most is not None and not (isinstance(most, int) and most >= 1):
+            raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
+        if dtype is not None:
+            check_converts(model)
+        return in_float64(model) if dtype is not None else nullcontext(), described(
+            {"dtype=": dtype, "max_parameters=": most, "seed=": seed}
+        )
+
+    in_dtype, by_rank = on_all_ranks_with(check, registry)
+    check_all_say_the_same(by_rank)
     with in_dtype, random_factors(model, registry, seed), constant_norms(model):
         objective = Objective(model, loss_fn, registry, topology)
         try:

@@ -37,7 +37,8 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
         optimizer: The `ParallelOptimizer`, or the wrapper that accelerate created for it.
 
     Raises:
-        TypeError: ``driver`` is no accelerator or Trainer, or ``optimizer`` is no `ParallelOptimizer`.
+        TypeError: On every rank: ``driver`` is no accelerator or Trainer. On this rank: ``optimizer`` is no
+            `ParallelOptimizer`.
         ValueError: On every rank: accelerate has its own loss scale (``mixed_precision="fp16"``), the optimizer manages
             accumulation windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model.
             Nothing is changed.
@@ -54,9 +55,7 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
     inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
     if not isinstance(inner, ParallelOptimizer):
         raise TypeError(f"take_over_clipping(..., {type(optimizer).__name__}): give the ParallelOptimizer")
-    if not hasattr(accelerator, "clip_grad_norm_") or not hasattr(accelerator, "sync_gradients"):
-        raise TypeError(f"take_over_clipping({type(driver).__name__}, ...): give an Accelerator or a Trainer")
-    on_all_ranks(lambda: _check(accelerator, inner), inner.registry)
+    on_all_ranks(lambda: _check(driver, accelerator, inner), inner.registry)
     clip = partial(_clip_norm, accelerator, inner)
     accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip, partial(_clip_value, accelerator, inner)
     if driver is not accelerator:  # a Trainer calls this method for gradients on several meshes
@@ -64,7 +63,9 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
     taken_over(inner)
 
 
-def _check(accelerator: Any, optimizer: ParallelOptimizer[Any]) -> None:
+def _check(driver: Any, accelerator: Any, optimizer: ParallelOptimizer[Any]) -> None:
+    if not hasattr(accelerator, "clip_grad_norm_") or not hasattr(accelerator, "sync_gradients"):
+        raise TypeError(f"take_over_clipping({type(driver).__name__}, ...): give an Accelerator or a Trainer")
     if getattr(accelerator, "scaler", None) is not None:
         raise ValueError(
             'mixed_precision="fp16" of accelerate has a separate loss scale per rank; give the accelerator "bf16" or "no"'
@@ -110,9 +111,9 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         RuntimeError: The call is in the middle of an accumulation window.
     Collectives: before the first step, an object all-gather.
     """
-    given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
     def check() -> None:
+        given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         own = optimizer.transforms.params
         missing = sum(id(param) not in given for param in own)
         if missing:

@@ -19,6 +19,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
+from ..build import check_is_parallel
 from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.param_table import SteppedTensor
 from ..norm.plan import NormBucket
@@ -274,6 +275,7 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
         which `Sharded` writes weights to the model.
     Host synchronization: yes.
     """
+    check_is_parallel(optimizer)
     with in_call(optimizer.registry, "align_replicas"):
         _align(optimizer.stepped_tensors(), optimizer.transforms, optimizer.registry)
 

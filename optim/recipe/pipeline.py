@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..build import check_is_parallel
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.data_parallel import TorchGradSync, reducing_module
 
@@ -76,6 +77,7 @@ class Pipeline:
     """
 
     def __init__(self, schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
+        check_is_parallel(optimizer)
         on_all_ranks(lambda: check_pipeline(schedule, optimizer.registry), optimizer.registry)
         self.schedule, self.optimizer, self.modules = schedule, optimizer, modules_of(schedule)
         self._is_first, self._is_last = (

@@ -30,7 +30,7 @@ from ..gradients.fixed_order import SlicedBucket, TreeRanks
 from ..gradients.in_place import clear_gradients
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.param_table import ParamPosition, ParamTable, make_table
-from ..norm.plan import ReductionPlan
+from ..norm.plan import ReductionPlan, check_unused
 from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
@@ -61,6 +61,24 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
             annotation = annotation_of(param)
             named.append((name or (annotation.name if annotation else None), param))
     return named
+
+
+def checked_group(param_group: object) -> dict[str, Any]:
+    """Return a copy of a param group whose ``"params"`` is a list; a single tensor becomes a list of one item.
+
+    Raises:
+        TypeError: ``param_group`` is not a dict, or its ``"params"`` are not iterable.
+        ValueError: It has no ``"params"``, or they are an exhausted generator.
+    """
+    if not isinstance(param_group, dict):
+        raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict with the key 'params'")
+    if "params" not in param_group:
+        raise ValueError(f"the param group has only the keys {[*param_group]}; give a dict with the key 'params'")
+    given = param_group["params"]
+    check_unused(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"'params' of the param group is {given!r}; give a list of parameters")
+    return {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
 
 
 def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:

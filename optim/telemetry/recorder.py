@@ -30,6 +30,7 @@ from torch import Tensor
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.value_checks import check_count
+from ..build import check_is_parallel
 from ..clip.clipper import inverse_weight
 from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
@@ -177,6 +178,7 @@ class Recorder(StepObserver):
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device
             has no float64.
+        TypeError: On every rank: ``path`` is not a path.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
@@ -198,13 +200,13 @@ class Recorder(StepObserver):
         seed: int | None = None,
     ) -> None:
         self.optimizer, self.every, self.seed = optimizer, every, seed
+        check_is_parallel(optimizer)
         registry = optimizer.registry
         with in_call(registry, "Recorder"):
-            on_all_ranks(self._check, registry)
+            self._file = on_all_ranks(lambda: self._checked_file(path), registry)
             check_same({"every= of Recorder": every, "seed= of Recorder": seed}, registry)
             self._plan_anew()
         self.step = 0
-        self._file = RecordFile(path)
         self._begun, self._due = False, False
         self._pending: _Pending | None = None
         self._gradients, self._hashes, self._window = Tensor(), Tensor(), Tensor()
@@ -213,13 +215,18 @@ class Recorder(StepObserver):
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 
-    def _check(self) -> None:
+    def _checked_file(self, path: str | PathLike[str]) -> RecordFile:
+        """Check the arguments, and return the file, which is not created yet."""
         check_every(self.every, f"every={self.every!r}")
         if accumulation_dtype(self.optimizer.device) != torch.float64:
             raise ValueError(
                 f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a "
                 "CPU or a CUDA device"
             )
+        try:
+            return RecordFile(path)
+        except TypeError:
+            raise TypeError(f"path is {path!r}; give the path of the file, a str or an os.PathLike") from None
 
     def _plan_anew(self) -> None:
         self._of_plan, self._begun = self.optimizer.model_plan, False

@@ -29,6 +29,7 @@ from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
+from ..build import check_is_parallel
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import matches
@@ -567,6 +568,7 @@ class Telemetry(StepObserver):
         noise: NoiseScale | None = None,
     ) -> None:
         self.optimizer, self.every, self.by, self.spectral, self.noise = optimizer, every, by, spectral, noise
+        check_is_parallel(optimizer)
         registry = optimizer.registry
         with in_call(registry, "Telemetry"):
             on_all_ranks(self._check, registry)

@@ -20,7 +20,7 @@ from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layout.annotation import annotate, annotation_of, copy_annotation
 from ..layout.shard import local_shape
 from ..layout.spec import P
-from ..mesh.agreement import gather_objects
+from ..mesh.agreement import on_all_ranks_with
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
@@ -305,14 +305,18 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
         ValueError: On every rank: an adapter is merged on a rank.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
-    factors = {
-        name: param
-        for adapter in adapters_of(model)
-        for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
-    }
-    zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
-    merged = [adapter.name for adapter in adapters_of(model) if is_merged(adapter.module)]
-    by_rank = gather_objects((zero, merged), registry)
+
+    def find() -> tuple[dict[str, Tensor], tuple[dict[str, bool], list[str]]]:
+        adapters = [*adapters_of(model)]
+        factors = {
+            name: param
+            for adapter in adapters
+            for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
+        }
+        zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
+        return factors, (zero, [adapter.name for adapter in adapters if is_merged(adapter.module)])
+
+    factors, by_rank = on_all_ranks_with(find, registry)
     if merged := [*dict.fromkeys(name for _, names_of_rank in by_rank for name in names_of_rank)]:
         raise ValueError(
             f"the adapter of {some(merged)} is merged, so its factors take no part in the forward and have no "

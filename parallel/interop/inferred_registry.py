@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,9 +83,13 @@ def infer_registry(
     not initialised there is none, and the registry has one rank.
     Host synchronization: yes.
     """
+    return _infer(lambda: _view(params, averaging), any_roles)
+
+
+def _infer(view: Callable[[], _View], any_roles: bool = False) -> ProcessGroupRegistry:
     if not dist.is_initialized():
         return ProcessGroupRegistry(Topology())
-    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params, averaging)), any_roles))
+    return ProcessGroupRegistry(_topology(gathered(view), any_roles))
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
@@ -126,15 +130,23 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
         model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.
     Raises:
         ValueError: As in `infer_registry`; for a Transformers model as in `transformers.registry_of`.
+        TypeError: ``model`` is not a module. Other ranks raise ValueError.
     Collectives: one object all-gather over the world. None for a Transformers model, or if ``torch.distributed`` is not
     initialised.
     Host synchronization: yes, if there is a collective.
     """
-    if any(vars(module).get("_mesh_manager") is not None for module in model.modules()):
+    is_module = isinstance(model, nn.Module)
+    if is_module and any(vars(module).get("_mesh_manager") is not None for module in model.modules()):
         from .transformers import registry_of
 
         return registry_of(model)
-    registry = infer_registry([*model.parameters()], averaging=fully_shard_meshes(model))
+
+    def view() -> _View:
+        if not is_module:
+            raise TypeError(f"the model is a {type(model).__name__}; give the nn.Module that has the parameters")
+        return _view([*model.parameters()], fully_shard_meshes(model))
+
+    registry = _infer(view)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
             annotate(param, P(), without_wrappers(name))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .call_tracker import check_same_call, current_call, in_call
-from .process_group_collectives import all_gather_objects
+from .process_group_collectives import NotPicklableError, all_gather_objects
 from .registry import ProcessGroupRegistry
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
     Returns:
         One value per rank. With one rank the list holds ``value`` itself.
     Raises:
+        TypeError: On every rank: `pickle` does not accept the value of a rank.
         RuntimeError: Ranks called this function from different public calls of this library (raised on every rank); or
             a collective failed.
     Collectives: one all-gather over the world, or two if a value is large; over gloo each is a gather and a broadcast.
@@ -44,8 +45,19 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
         return [value]
     with in_call(registry, "gather_objects"):
         world = registry.group(*registry.topology.axes)
-        calls, values = zip(*all_gather_objects((current_call(), value), world, registry.device), strict=True)
+        error = None
+        try:
+            gathered: list[Any] = all_gather_objects((current_call(), value), world, registry.device)
+        except NotPicklableError as caught:  # raised before the collective, in which the other ranks wait
+            error = caught
+            gathered = all_gather_objects((current_call(), caught), world, registry.device)
+        calls, values = zip(*gathered, strict=True)
         check_same_call(calls)
+        if error is not None:
+            raise error
+        for rank, found in enumerate(values):
+            if isinstance(found, NotPicklableError):
+                raise TypeError(f"rank {rank}: {found}")
         return list(values)
 
 

@@ -65,6 +65,10 @@ LEAST = 2**6  # minimum size of the message of a rank, even if the sum over all 
 _LENGTH = 8  # bytes of the length field, before the pickled object
 
 
+class NotPicklableError(TypeError):
+    """`pickle` does not accept the object that a rank gathers. Raised before any collective."""
+
+
 def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
     """Gather ``value`` from every rank of ``group`` and return the values in the order of the group.
 
@@ -77,6 +81,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
         device: Device of the messages: a CUDA device for NCCL. It is ignored if the group has a CPU backend.
     Returns:
         One value per rank.
+    Raises:
+        NotPicklableError: `pickle` does not accept ``value``. There was no collective.
     Collectives: one all-gather per message, or on the CPU one gather to the first rank and one broadcast. There is a
     second message if the pickled object of any rank exceeds about 8 KiB; with more than 512 ranks this limit is
     smaller.
@@ -86,7 +92,13 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
         device = torch.device("cpu")
     ranks = group.size()
     room = max(LEAST, min(LARGEST, TOGETHER // ranks))
-    content = pickle.dumps(value)
+    try:
+        content = pickle.dumps(value)
+    except Exception as problem:  # `pickle` raises errors of several types, and those of the object's own methods
+        reason = f"{type(problem).__name__}: {problem}"
+        raise NotPicklableError(
+            f"the object can't be gathered, because pickle fails ({reason}); give plain values"
+        ) from (problem)
     message = len(content).to_bytes(_LENGTH, "little") + content
     first = _gather_bytes(message[:room], room, group, device)
     lengths = [int.from_bytes(head[:_LENGTH], "little") for head in first]

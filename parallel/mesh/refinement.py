@@ -54,18 +54,23 @@ def gathered(make: Callable[[], T]) -> list[T]:
     """Call ``make`` on every rank of the world, and return a list of the results, indexed by global rank.
 
     Raises:
-        ValueError: On every rank, if ``make`` raises a ValueError on any rank. ``make`` must not raise other errors,
-            because the other ranks would wait for the failed rank.
+        Exception: ``make`` failed on this rank with another error than ValueError; its error is raised unchanged.
+        ValueError: ``make`` failed on a rank. The message is that of the first such rank.
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
     mine: tuple[T] | str
+    other_error = None
     try:
         mine = (make(),)
     except ValueError as problem:
         mine = str(problem)
+    except Exception as problem:  # any type: without this rank, the other ranks would wait in the gather below
+        mine, other_error = f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}", problem
     views: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(views, mine)
+    if other_error is not None:
+        raise other_error
     for view in views:
         if isinstance(view, str):
             raise ValueError(view)
@@ -85,9 +90,12 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
         need_names: False: name mesh dims without names dim_0, dim_1, ... True: a mesh without such names is an error.
     Raises:
         ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
+        TypeError: An item is not a device mesh.
     """
     found = []
     for number, mesh in enumerate(meshes):
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(f"{mesh!r} is no DeviceMesh of torch; give the result of init_device_mesh")
         if need_names and mesh.mesh_dim_names is None:
             raise ValueError(
                 f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"

@@ -255,8 +255,8 @@ class StochasticRounding:
 
     Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. The shards of a
     parameter draw different noise if a registry is given, else identical noise. The noise of a shard depends on the
-    topology, so the same training rounds differently on another topology. GPUs of different models may also draw
-    different noise, and Triton kernels draw other noise than torch's.
+    topology, so the same training rounds differently on another topology. meshstep's kernels (C loops on a CPU, Triton
+    kernels on a GPU) draw equal noise. Without them torch draws other noise, which may differ between GPU models.
 
     The optimizer steps once per bucket, on param groups that contain only the bucket. This is correct for optimizers
     whose states belong to single parameters or are counters in a param group: all of torch's optimizers except L-BFGS.

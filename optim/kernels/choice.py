@@ -52,8 +52,9 @@ def use_kernels(kernels: Kernels) -> None:
     """Choose the kernels for gradient norms and optimizer updates in this process.
 
     Call it before optimizers are created, with the same choice on all ranks; `ParallelOptimizer` checks that all ranks
-    use the same kernels. All kernels compute the same formulas; their results differ by rounding. Without a call, the
-    environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
+    use the same kernels. All kernels compute the same formulas; their results differ by rounding. In stochastic rounding,
+    torch's kernels also draw other noise. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its
+    default is "auto".
 
         use_kernels("torch")
 
@@ -62,8 +63,7 @@ def use_kernels(kernels: Kernels) -> None:
             capability 8.0 or higher, if Triton can compile and run a kernel there; a log message names the reason if it
             can't. Otherwise torch's kernels. "torch": torch's own kernels everywhere. "triton": as "auto" but with an
             error if the Triton kernels can't run on the GPU. Loops and Triton kernels compute gradient norms, and the
-            updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory; the Triton kernels also round
-            stochastically.
+            updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory, and round stochastically.
 
     Raises:
         ValueError: ``kernels`` is none of "auto", "torch" and "triton".

@@ -3,7 +3,7 @@
 The kernels need one pass over memory where torch's kernels need two or more. For norms, gradients of the dtypes in
 `DTYPES` are converted to float64 as they are read, and their powers are summed. An update reads the gradient in its own
 precision, multiplies it by a factor, updates parameter and optimizer states, and writes the half-precision copy of the
-parameter. The gradients are unchanged.
+parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters (`rounding_noise`).
 
 The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -27,7 +27,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-INTERFACE = 4  # must equal the result of `meshstep_interface` in csrc/native.c
+INTERFACE = 5  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 MEAN_OF = 8
@@ -90,6 +90,9 @@ class Native:
             the gradients (negative to maximize), the address of ``found_inf``, and the number of threads. The
             hyper-parameters are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
             momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
+        round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding_noise`. Arguments: the number
+            of tensors, the addresses of the tables of the targets' addresses, the sources' addresses, numels, keys and
+            numbers, the step, and the number of threads.
         instructions: The instruction set in use: "plain", "avx2" or "avx512".
     """
 
@@ -101,6 +104,8 @@ class Native:
         self.means = library.meshstep_means
         self.powers.argtypes = self.means.argtypes = [whole, at, at, number, number, at, number]
         self.update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
+        self.round = library.meshstep_round
+        self.round.argtypes = [whole, at, at, at, at, at, ctypes.c_uint64, number]
         self.instructions = self.take(None)
         self._borrow = library.meshstep_borrow
         self._borrow.argtypes, self._borrow.restype = [at], None
@@ -153,7 +158,7 @@ class Native:
         return times
 
     def borrow(self, parallel: int | None) -> None:
-        """Select the threads that `powers`, `means` and `update` use.
+        """Select the threads that `powers`, `means`, `update` and `round` use.
 
         Args:
             parallel: Address of the function ``GOMP_parallel`` of an OpenMP runtime, whose threads are used. None: each

@@ -1,13 +1,6 @@
-"""A Triton kernel that rounds many float32 tensors to bfloat16 stochastically in one launch, with Philox noise.
+"""A Triton kernel that rounds many float32 tensors to bfloat16 stochastically in one launch.
 
-The noise of an element is a function of a key, the step, the number of the tensor among the tensors with this key, and
-the element's index. So replicas draw equal noise, whatever else they round, and no noise is stored in memory. The numbers
-differ from those of `torch.Generator`, which other kernels use.
-
-    counter = (index of the counter, number of the tensor, step, step >> 32)    Philox 4x32, 10 rounds, 64-bit key
-    noise   = 16 bits of the four words of the result: 8 elements per counter
-
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+It draws the noise of `rounding_noise`, which has the formula.
 """
 
 # Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
@@ -15,8 +8,8 @@ Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 import triton
 import triton.language as tl
 
-LANES = 512  # elements of a row; a counter serves the elements of one column of 8 rows
-ROWS = 8
+from .rounding_noise import LANES, ROWS
+
 CHUNK = 4 * ROWS * LANES  # elements per program
 
 

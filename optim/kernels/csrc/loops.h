@@ -23,6 +23,9 @@
 #define floatsN floats8
 #define intsN ints8
 #define doublesN doubles8
+#define wordsN longs8
+#define COUNT ((longs8){0, 1, 2, 3, 4, 5, 6, 7})
+#define PRODUCT(words, factor) ((longs8)_mm512_mul_epu32((__m512i)(words), _mm512_set1_epi64(factor)))
 #define FLOAT16S_AT(at) ((floats8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at))))
 #define DOUBLES_OF(floats) ((doubles8)_mm512_cvtps_pd((__m256)(floats)))
 #else
@@ -31,10 +34,15 @@
 #define intsN ints4
 #define doublesN doubles4
 #if INSTRUCTIONS == AVX2
+#define wordsN longs4
+#define COUNT ((longs4){0, 1, 2, 3})
+#define PRODUCT(words, factor) ((longs4)_mm256_mul_epu32((__m256i)(words), _mm256_set1_epi64x(factor)))
 #define FLOAT16S_AT(at) ((floats4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(at))))
 /* GCC passes the half of a __builtin_convertvector through memory. */
 #define DOUBLES_OF(floats) ((doubles4)_mm256_cvtps_pd((__m128)(floats)))
 #else
+#define wordsN uint64_t
+#define PRODUCT(word, factor) (((word) & 0xffffffff) * (factor))
 #define DOUBLES_OF(floats) __builtin_convertvector(floats, doubles4)
 #define FLOAT16S_AT(at) floats_of_float16((const uint16_t *)(at))
 #endif
@@ -455,12 +463,80 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
         else if (half) NAME(written_half)(update->half_dtype, p, half, 0, n);
     }
 }
+
+/* Stochastic rounding. ----------------------------------------------------------------------------------------------- */
+
+/* Philox 4x32 with 10 rounds (Salmon et al. 2011), of one counter per lane. A word is the lower half of a 64-bit lane, and so is
+ * each half of the key; the upper halves are arbitrary. */
+INLINE void NAME(philox)(wordsN words[4], uint64_t key) {
+    uint64_t low = key, high = key >> 32;
+    wordsN c0 = words[0], c1 = words[1], c2 = words[2], c3 = words[3];
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+        wordsN a = PRODUCT(c0, 0xd2511f53), b = PRODUCT(c2, 0xcd9e8d57);
+        c0 = b >> 32 ^ c1 ^ low, c1 = b;
+        c2 = a >> 32 ^ c3 ^ high, c3 = a;
+        low += 0x9e3779b9, high += 0xbb67ae85;
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
+/* words[.][i]: those of the counter (first + i, number, step), for at least `n` counters. Meanwhile, prefetch the `n` columns of
+ * elements that get their noise. */
+static void NAME(draw)(uint32_t words[restrict 4][ROW], int64_t first, const struct rounding *of, int n) {
+#if INSTRUCTIONS > 0
+    const wordsN zeros = {0};
+    for (int i = 0; i < n; i += 2 * WIDTH) {
+        for (int k = 0; k < 2 * WIDTH; k += 2) __builtin_prefetch(of->source + ROWS * (first + i + k));
+        for (int k = 0; k < 2 * WIDTH; k += 4) __builtin_prefetch(of->target + ROWS * (first + i + k), 1);
+        wordsN even[4] = {2 * COUNT + (uint64_t)(first + i), zeros + of->number, zeros + of->step, zeros + (of->step >> 32)};
+        wordsN odd[4] = {even[0] + 1, even[1], even[2], even[3]};
+        NAME(philox)(even, of->key);
+        NAME(philox)(odd, of->key);
+        for (int k = 0; k < 4; k++) {
+            wordsN both = (even[k] & 0xffffffff) | odd[k] << 32;
+            memcpy(&words[k][i], &both, sizeof both);
+        }
+    }
+#else
+    for (int i = 0; i < n; i++) {
+        wordsN one[4] = {(uint64_t)(first + i), of->number, of->step, of->step >> 32};
+        NAME(philox)(one, of->key);
+        for (int k = 0; k < 4; k++) words[k][i] = (uint32_t)one[k];
+    }
+#endif
+}
+
+/* A NaN gets no noise, because a carry would overflow its bits. shift: 0 or 16, for the lower or upper half of the words. */
+static void NAME(round_row)(const uint32_t *restrict from, uint16_t *restrict to, const uint32_t *restrict words, int shift,
+                            int n) {
+    for (int i = 0; i < n; i++) {
+        uint32_t noise = words[i] >> shift & 0xffff;
+        to[i] = (uint16_t)((from[i] + ((from[i] & 0x7fffffff) > 0x7f800000 ? 0 : noise)) >> 16);
+    }
+}
+
+/* `start` must be a multiple of ROWS * ROW. */
+static void NAME(round)(const struct rounding *of, int64_t start, int64_t length) {
+    uint32_t words[4][ROW];
+    const int64_t end = start + length;
+    for (int64_t block = start; block < end; block += ROWS * ROW) {
+        NAME(draw)(words, block / ROWS, of, (int)(end - block < ROW ? end - block : ROW));
+        for (int row = 0; row < ROWS && block + row * ROW < end; row++) {
+            int64_t at = block + row * ROW, n = end - at < ROW ? end - at : ROW;
+            NAME(round_row)(of->source + at, of->target + at, words[row / 2], row % 2 * 16, (int)n);
+        }
+    }
+}
 #undef AHEAD
 #undef INLINE
 #undef WIDTH
 #undef floatsN
 #undef intsN
 #undef doublesN
+#undef wordsN
+#undef COUNT
+#undef PRODUCT
 #undef FLOAT16S_AT
 #undef DOUBLES_OF
 

@@ -1,4 +1,5 @@
-/* Powers of gradients and updates of optimizers in one pass over memory: plain C, without Python's or torch's headers.
+/* Powers of gradients, updates of optimizers, and stochastic rounding in one pass over memory: plain C, without Python's or
+ * torch's headers.
  *
  * native.py calls the functions through ctypes, with the addresses of tensors. meshstep_take selects the instruction set.
  * Results are bitwise identical for all instruction sets (see loops.h). They are also bitwise identical for all numbers of
@@ -21,6 +22,7 @@ enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
 enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, STRIP = 16, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
+enum { ROW = 512, ROWS = 8 }; /* stochastic rounding: one counter serves the elements of a column of ROWS rows */
 #define EIGHT 8            /* elements of a mean; a macro, because loops.h compares it in #if */
 
 typedef float floats4 __attribute__((vector_size(16)));
@@ -29,6 +31,8 @@ typedef int32_t ints4 __attribute__((vector_size(16)));
 typedef int32_t ints8 __attribute__((vector_size(32)));
 typedef double doubles4 __attribute__((vector_size(32)));
 typedef double doubles8 __attribute__((vector_size(64)));
+typedef uint64_t longs4 __attribute__((vector_size(32)));
+typedef uint64_t longs8 __attribute__((vector_size(64)));
 
 /* Hyper-parameters, rounded to float32 as in torch's kernels. */
 struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
@@ -48,6 +52,12 @@ struct tensor {
     int16_t *rest;                 /* remainder of a split master weight, whose upper half is `half`; or NULL */
     float by_step[2];              /* factors that depend on the step count: learning rate, and Adam's divisor of sqrt(v) */
     int64_t numel;
+};
+
+struct rounding { /* of one tensor */
+    const uint32_t *source; /* float32 */
+    uint16_t *target;       /* bfloat16 */
+    uint64_t key, number, step;
 };
 
 static inline int64_t size_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
@@ -113,13 +123,14 @@ struct loops {
     double (*power)(int, int, const void *, int64_t, int64_t);
     void (*means)(int, int, const void *, int64_t, int64_t, double *);
     void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
+    void (*round)(const struct rounding *, int64_t, int64_t);
 };
 
 static const struct loops all_loops[] = {
-    {"plain", power_plain, means_plain, update_plain},
+    {"plain", power_plain, means_plain, update_plain, round_plain},
 #if defined(__x86_64__)
-    {"avx2", power_avx2, means_avx2, update_avx2},
-    {"avx512", power_avx512, means_avx512, update_avx512},
+    {"avx2", power_avx2, means_avx2, update_avx2, round_avx2},
+    {"avx512", power_avx512, means_avx512, update_avx512, round_avx512},
 #endif
 };
 
@@ -347,7 +358,7 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
 }
 
 /* Version of the functions' arguments. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
-EXPORT int meshstep_interface(void) { return 4; }
+EXPORT int meshstep_interface(void) { return 5; }
 
 /* One update of `count` tensors; changes nothing if *found_inf is not 0.
  *
@@ -400,6 +411,40 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
     struct updates updates = {&update, tensors, first, count};
     if (first[count]) in_parallel(update_chunks, &updates, first[count], elements, threads);
     free(tensors);
+    free(first);
+    return 0;
+}
+
+/* Stochastic rounding. ----------------------------------------------------------------------------------------------- */
+
+struct roundings {
+    const uint64_t *targets, *sources, *keys;
+    const int64_t *numbers, *numels, *first_chunk;
+    int64_t tensors;
+    uint64_t step;
+};
+
+static void round_chunks(void *given, int64_t begin, int64_t end) {
+    struct roundings *r = given;
+    int64_t at = tensor_at(r->first_chunk, r->tensors, begin);
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        while (chunk >= r->first_chunk[at + 1]) at++;
+        int64_t start = (chunk - r->first_chunk[at]) * CHUNK, rest = r->numels[at] - start;
+        struct rounding rounding = {(const uint32_t *)(uintptr_t)r->sources[at], (uint16_t *)(uintptr_t)r->targets[at],
+                                    r->keys[at], (uint64_t)r->numbers[at], r->step};
+        loops->round(&rounding, start, rest < CHUNK ? rest : CHUNK);
+    }
+}
+
+/* Round float32 `sources` to bfloat16 `targets`, with the noise of `rounding_noise.py`.
+ *
+ * keys, numbers: of the noise, one per tensor. Returns 1 if out of memory, else 0. */
+EXPORT int meshstep_round(int64_t tensors, const uint64_t *targets, const uint64_t *sources, const int64_t *numels,
+                          const uint64_t *keys, const int64_t *numbers, uint64_t step, int threads) {
+    int64_t elements, *first = first_chunks(tensors, numels, &elements);
+    if (!first) return 1;
+    struct roundings roundings = {targets, sources, keys, numbers, numels, first, tensors, step};
+    if (first[tensors]) in_parallel(round_chunks, &roundings, first[tensors], elements, threads);
     free(first);
     return 0;
 }

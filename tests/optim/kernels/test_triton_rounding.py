@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,81 +12,17 @@ from typing import Any
 import pytest
 import torch
 from interpreted import Interpreted, interpreted_pool, why_no_triton
-from meshstep.amp import Bf16
-from meshstep.amp.stochastic_rounding import (
-    Drawn,
-    Noise,
-    _add_noise_by_mask,
-    _add_noise_to_default_nans,
-    round_all_,
-    stochastic_round_,
-)
-from meshstep.optim import HalfStates, ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from torch import Tensor, nn
+from meshstep.amp.stochastic_rounding import Drawn, Noise
+from meshstep.optim.kernels.rounding_noise import LANES, ROWS, noise_of, round_plainly
+from rounding_cases import BF16, F32, bits, stepped_on_ranks, values
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
-BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Interpreted]:
     with interpreted_pool() as made:
         yield made
-
-
-def values(shape: Sequence[int], seed: int) -> Tensor:
-    """Return values of many magnitudes, with infinities, zeros, denormals, values near the largest, and NaNs."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, tuple(shape), generator=generator).to(torch.int32)
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 3.4028e38, 1e-45])
-    special = torch.cat([special, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(F32)])
-    chosen = special[torch.randint(len(special), tuple(shape), generator=generator)]
-    return torch.where(torch.rand(tuple(shape), generator=generator) < 0.1, chosen, bits.view(F32))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int16)
-
-
-# The reference --------------------------------------------------------------------------------------------------------
-
-
-def words(key: int, counter: list[int]) -> list[int]:
-    """Return the words of Philox 4x32-10, with Python's integers."""
-    k, mask = [key & 0xFFFFFFFF, key >> 32], 0xFFFFFFFF
-    c = list(counter)
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & mask, a >> 32 ^ c[3] ^ k[1], a & mask]
-        k = [k[0] + 0x9E3779B9 & mask, k[1] + 0xBB67AE85 & mask]
-    return c
-
-
-def test_plain_philox_matches_published_vectors() -> None:
-    """The vectors are those of the Random123 library (kat_vectors)."""
-    from meshstep.optim.kernels.triton_rounding import philox
-
-    assert words(0, [0] * 4) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert words(2**64 - 1, [2**32 - 1] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
-    assert words(0x299F31D0A4093822, pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-    for key, counter in ((0, [0] * 4), (2**64 - 1, [2**32 - 1] * 4), (0x299F31D0A4093822, pi)):
-        assert philox(key, torch.tensor(counter).view(4, 1)).flatten().tolist() == words(key, counter)
-
-
-def test_noise_of_tensor_is_uniform_and_depends_on_every_argument() -> None:
-    from meshstep.optim.kernels.triton_rounding import noise_of
-
-    numel = 100_000
-    first = noise_of(5, 0, 0, numel)
-    for others in ((6, 0, 0), (5, 1, 0), (5, 0, 1), (5, 0, 2**32)):
-        assert float((noise_of(*others, numel) == first).double().mean()) < 1e-3
-    assert torch.equal(noise_of(5, 0, 0, 9000), first[:9000])
-    counts = torch.bincount(first >> 8, minlength=256).double()
-    chi_squared = float(((counts - numel / 256) ** 2 / (numel / 256)).sum())
-    assert 255 - 5 * 510**0.5 < chi_squared < 255 + 5 * 510**0.5
-    assert len(first.unique()) > 0.75 * 2**16  # 78 % of the numbers are expected
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -97,7 +33,6 @@ SHAPES = ((16384 + 4096 + 600,), (3,), (4096,), (2, 3, 5), (0, 4), ())
 def rounded_by_kernel() -> list[str]:
     """Round tensors of several shapes, strides, keys and steps. Return the cases in which bits differ from plain torch."""
     from meshstep.optim.kernels.rounding import round_by_kernels
-    from meshstep.optim.kernels.triton_rounding import noise_of, round_plainly
 
     wrong = []
     for steps, strided in product((0, 7, 2**33 + 1), (False, True)):
@@ -168,7 +103,6 @@ def test_triton_rounding_keeps_bfloat16_values_infinities_and_nans(pool: Interpr
 def moved_by_one() -> None:
     """Round tensors whose addresses are not multiples of 16."""
     from meshstep.optim.kernels.rounding import round_by_kernels
-    from meshstep.optim.kernels.triton_rounding import noise_of, round_plainly
 
     source, target = values((5001,), 1)[1:], torch.empty(5001, dtype=BF16)[1:]
     drawn = Drawn(Noise(0, 0, "weight"), [(target, source)])
@@ -198,14 +132,14 @@ def test_triton_rounding_compiles_to_vector_loads_without_barriers(
         pytest.skip("TRITON_INTERPRET=1: this process interprets the kernels, and compiles none")
     names = list(kernel.arg_names)
     for aligned in (True, False):
-        constants = {"ALIGNED": aligned, "LANES": module.LANES, "ROWS": module.ROWS, "CHUNK": module.CHUNK}
+        constants = {"ALIGNED": aligned, "LANES": LANES, "ROWS": ROWS, "CHUNK": module.CHUNK}
         signature = {name: "constexpr" if name in constants else "i32" if name == "step" else "*i64" for name in names}
         source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
         made = compile(source, target=GPUTarget("cuda", capability, 32))
         ptx = str(made.asm["ptx"])
         assert not re.search(r"\batom\.|\bred\.|\.approx|\bbar\.", ptx)
-        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == (module.ROWS if aligned else 0)
-        assert len(re.findall(r"st\.global\S*\.v2\.b32", ptx)) == (module.ROWS if aligned else 0)
+        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == (ROWS if aligned else 0)
+        assert len(re.findall(r"st\.global\S*\.v2\.b32", ptx)) == (ROWS if aligned else 0)
         assert made.metadata.shared == 0
         if registers := registers_of(made.asm["cubin"], tmp_path):
             assert registers <= 80
@@ -229,30 +163,6 @@ def registers_of(cubin: bytes, folder: Path) -> int | None:
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
-def stepped_on_ranks(states_only: bool) -> dict[str, list[list[float]]]:
-    """Return the bfloat16 tensors of parameters that are replicated or sharded over two tensor ranks."""
-    topology = Topology(data=2, tensor=2)
-    with ProcessGroupRegistry(topology) as registry:
-        dtype = F32 if states_only else BF16
-        params = {name: nn.Parameter(torch.ones(50, dtype=dtype)) for name in ("whole", "sharded")}
-        for name, spec in (("whole", P()), ("sharded", P("tensor"))):
-            annotate(params[name], spec, name)
-        adamw = torch.optim.AdamW(params.items(), lr=1e-3, fused=True)
-        options: dict[str, Any] = {"states": HalfStates()} if states_only else {}
-        precision: Any = "fp32" if states_only else Bf16(stochastic_rounding=True)
-        optimizer = ParallelOptimizer(adamw, registry, precision=precision, check_replicas=False, **options)
-        for step in range(3):
-            with optimizer.window():
-                for param in params.values():
-                    param.grad = torch.full_like(param, 0.3 + step)
-            optimizer.step()
-        found = {}
-        for name, param in params.items():
-            tensors = [param, *(value for _, value in sorted(optimizer.state[param].items()))]
-            found[name] = [tensor.tolist() for tensor in tensors if tensor.dtype == BF16]
-        return found
-
-
 @pytest.mark.parametrize("states_only", [False, True])
 def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: Interpreted, states_only: bool) -> None:
     ranks = pool.run(4, stepped_on_ranks, states_only)  # rank = 2 data + tensor
@@ -263,28 +173,3 @@ def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: I
     assert ranks[1] == ranks[3]
     for one, other in zip(ranks[0]["sharded"], ranks[1]["sharded"], strict=True):
         assert one != other
-
-
-# Other operators ------------------------------------------------------------------------------------------------------
-
-
-def test_rounding_without_mask_is_bitwise_equal_except_for_nans() -> None:
-    """`_add_noise_by_mask` rounds on a CPU, and `_add_noise_to_default_nans` on a GPU without Triton kernels."""
-    flat = values((40_000,), 3)
-    noise = torch.randint(-(2**15), 2**15, (40_000,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
-    before = flat.clone()
-    masked, found = _add_noise_by_mask(flat, noise), _add_noise_to_default_nans(flat, noise)
-    assert torch.equal(flat.view(torch.int32), before.view(torch.int32))
-    assert torch.equal(masked[~flat.isnan()], found[~flat.isnan()])
-    assert bool(found.to(torch.int16).view(BF16)[flat.isnan()].isnan().all())
-
-
-def test_tensors_that_a_kernel_returns_are_rounded_by_torch() -> None:
-    sources = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    pairs = [(torch.zeros(50, dtype=BF16), source) for source in sources]
-    drawn = [Drawn(Noise(1, 2, name), [pair]) for name, pair in zip("ab", pairs, strict=True)]
-    round_all_(drawn, 10**6, lambda everything: [one for one in everything if one.noise.name == "b"])
-    assert not pairs[0][0].any()
-    expected = torch.empty(50, dtype=BF16)
-    stochastic_round_(expected, sources[1], torch.Generator().manual_seed(drawn[1].noise.generator_seed))
-    assert torch.equal(pairs[1][0], expected)

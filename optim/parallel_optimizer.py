@@ -1013,7 +1013,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the threshold if gradients are clipped by a number, else the clipping rule; None: they are not clipped.
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
-        initial state. An invalid value raises the error that the constructor would raise, and changes nothing.
+        initial state. An invalid value raises the error that the constructor would raise, and changes nothing. If the new
+        rule needs other norms, such as norms per parameter, the next step measures twice, with one host synchronization.
 
         Collectives: none.
         """

@@ -395,6 +395,7 @@ class GradientClipper:
         self._shards = shards if self.checks else None
         self._is_repeated = False  # True after the first comparison of replicas
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
+        self._last_needs: MeasurementSpec | None = None  # of the last measurement; its layout is equal on all ranks
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
         self._one: Tensor | None = None
@@ -453,12 +454,15 @@ class GradientClipper:
             TypeError: The rule returned a state that its `Clip.initial` does not have.
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
-        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
+        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two). After a change of
+            the rule that needs another collective, they run twice, with one more host synchronization.
         Host synchronization: that of ``commit=``, and one if ``checks`` run; otherwise none.
         """
         vote = self.vote if earlier is None else None
         needs = MeasurementSpec.of(rule, self._norm_type(clip))
-        norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
+        norms, inverse, sums, needs_met = self._measure_on_all_ranks(needs, scale_info, vote, captured)
+        if not needs_met:  # ranks disagree, so the step is skipped, and no rule is applied
+            clip = rule = None
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
             # Gradients of a backward that bypassed the optimizer must not be applied. A norm of 0 is accepted, because
@@ -534,6 +538,38 @@ class GradientClipper:
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
+    def _measure_on_all_ranks(
+        self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None, captured: bool
+    ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor], bool]:
+        """Return the result of `_measure_unscaled`, and True if the norms are those that ``needs`` describes.
+
+        If ``needs`` changed so that the collective is another one, the norms of the last measurement are measured once
+        more. Only if their collective shows that ranks agree, and so have all changed their rule, the new norms are
+        measured. Otherwise ranks that changed their rule would issue other collectives than the other ranks.
+
+        Collectives: those of `_measure`; after such a change, twice.
+        Host synchronization: one after such a change.
+        """
+        last = self._last_needs
+        if last is None or captured or "agreement" not in scale_info.pack.sizes or not self._needs_other(needs, last):
+            self._last_needs = needs
+            return *self._measure_unscaled(needs, scale_info, vote), True
+        norms, inverse, sums = self._measure_unscaled(last, scale_info, vote)
+        if bool(sums["agreement"][0] != 0):
+            return norms, inverse, sums, False
+        self._last_needs = needs
+        norms, inverse, new_sums = self._measure_unscaled(needs, scale_info, None)
+        return norms, inverse, {**sums, **new_sums}, True
+
+    def _needs_other(self, needs: MeasurementSpec, last: MeasurementSpec) -> bool:
+        """Return True if the collectives of two measurements differ."""
+        return needs != last and self._measurer(needs).layout != self._measurer(last).layout
+
+    def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
+        if needs not in self._measurers:
+            self._measurers[needs] = self._make_global_norm(needs)
+        return self._measurers[needs]
+
     def _measure_unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
@@ -568,8 +604,7 @@ class GradientClipper:
             ValueError: On every rank: all shards of a parameter are equal.
         Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
         """
-        if needs not in self._measurers:
-            self._measurers[needs] = self._make_global_norm(needs)
+        measurer = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
         numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
@@ -582,7 +617,7 @@ class GradientClipper:
         if self.checks and not self._is_repeated and self._check_replicas is not True:
             compared["zero gradients"] = self.checks[0].count_zero(gradients)
         pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
-        norms = self._measurers[needs](gradients, pack.values, weights)
+        norms = measurer(gradients, pack.values, weights)
         if needs.level == "named":
             norms = self._add_named_norms(needs, norms)
         sums = pack.split(norms.extra)

@@ -91,6 +91,11 @@ class GlobalNorm:
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Return the sizes of the packed vector's parts, and whether it holds norms; ranks must have equal layouts."""
+        return self._by_norms, *self._sizes
+
     def __call__(
         self,
         gradients: Sequence[Tensor | None],

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
 from failing import fails_in_backward
 from meshstep.amp import Bf16, TorchFp16
-from meshstep.optim import ByNorm, Clip, ParallelOptimizer, Sharded, StepObserver
+from meshstep.optim import Adaptive, ByNorm, Clip, ParallelOptimizer, PerParameter, Sharded, StepObserver
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
@@ -79,8 +79,8 @@ class Unreadable:
 class Run:
     """Trains two parameters in two param groups. ``plant`` and ``repair`` are called before and after step `BAD`.
 
-    ``uneven``: only the last rank has the second group. ``one_more``: the last rank makes one more step. The result of
-    `train` has a text per step: "moved" or "kept", with an error.
+    ``uneven``: only the last rank has the second group. ``one_more``: the last rank makes one more step.
+    ``everywhere``: all ranks call ``plant``. The result of `train` has a text per step: "moved" or "kept", with an error.
     """
 
     plant: Callable[[Run], object]
@@ -93,6 +93,7 @@ class Run:
     clip: bool = False
     prepare: Callable[[Run], object] = lambda run: None
     one_more: bool = False
+    everywhere: bool = False
     breaks_backward: bool = False
 
     def train(self, plants: bool, steps: int) -> tuple[list[str], list[float], int]:
@@ -112,7 +113,7 @@ class Run:
             results = []
             for step in range(steps + (last and self.one_more)):
                 self.optimizer.zero_grad()
-                planted = plants and last and step == BAD
+                planted = plants and (last or self.everywhere) and step == BAD
                 if planted:
                     self.plant(self)
                 before, error = self.a.detach().clone(), ""
@@ -484,3 +485,53 @@ def test_error_of_update_observer_on_one_rank_omits_no_update(
     assert [text for step, text in enumerate(last) if step != BAD] == ["moved"] * (len(last) - 1)
     assert values == other_values, "weights or loss scales differ"
     assert skipped == also_skipped == 0
+
+
+# Rules of one rank whose norms need another collective ----------------------------------------------------------------
+
+
+def set_rule(rule: Any) -> dict[str, Any]:
+    """Return the arguments of a `Run` that sets ``max_norm`` of the optimizer."""
+    return {
+        "options": {"max_norm": 1.0},
+        "plant": lambda run: setattr(run.optimizer, "max_norm", rule),
+        "repair": lambda run: setattr(run.optimizer, "max_norm", 1.0),
+    }
+
+
+RULES: dict[str, Callable[[], dict[str, Any]]] = {
+    "norm of order inf": lambda: set_rule(ByNorm(1.0, inf)),
+    "norms per parameter": lambda: set_rule(PerParameter(1.0)),
+    "norms per unit": lambda: set_rule(Adaptive(0.1)),
+    "norms per parameter, ZeRO": lambda: {
+        **set_rule(PerParameter(1.0)),
+        "options": {"states": Sharded("data"), "max_norm": 1.0},
+    },
+    "norm of order inf, fixed order": lambda: {
+        **set_rule(ByNorm(1.0, inf)),
+        "options": {"sum_order": "fixed", "accumulation_steps": 1, "max_norm": 1.0},
+    },
+}
+
+
+def changed_rule(case: str, everywhere: bool) -> tuple[list[str], list[float], int]:
+    return Run(**RULES[case](), everywhere=everywhere).train(True, BAD + LAG + 2)
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_rule_of_one_rank_with_another_collective_skips_step(world: World, case: str) -> None:
+    (first, values, skipped), (last, other_values, _) = world.run(2, changed_rule, case, False)
+    assert first == last
+    assert [step for step, text in enumerate(first) if text != "moved"] == [BAD, BAD + LAG]
+    assert first[BAD] == "kept"
+    assert "max_norm is 1 on rank 0 and " in first[BAD + LAG]
+    assert values == other_values
+    assert skipped == 1
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_rule_changed_on_all_ranks_takes_all_steps(world: World, case: str) -> None:
+    (first, values, skipped), (last, other_values, _) = world.run(2, changed_rule, case, True)
+    assert first == last == ["moved"] * (BAD + LAG + 2)
+    assert values == other_values
+    assert skipped == 0

@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ..parallel.mesh.call_tracker import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
@@ -335,15 +336,43 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: As in `torch.amp.GradScaler.step`: `step` was already called for this optimizer since the last
                 `update`, or a closure was passed. Or a `meshstep.optim.ParallelOptimizer` has its own loss scale, or
                 steps other tensors than the model's parameters, such as master weights.
-            ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself.
+            ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself. The other ranks
+                then skip the step.
+            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
         """
         stepped: Any = optimizer
+        if not hasattr(optimizer, "param_groups"):
+            self._fail_for(optimizer)
         # Tells `ParallelOptimizer` that all ranks have the same `found_inf`. torch's own scaler does not set it.
         stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
             del stepped.overflow_is_agreed
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, as torch's scaler does, and find non-finite gradients of any rank.
+
+        Raises:
+            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
+            RuntimeError: `unscale_` or `step` was already called for this optimizer since the last `update`.
+            ValueError: A gradient is float16. The other ranks then skip the step.
+        Collectives: one all-reduce (MAX, one number, over all ranks).
+        """
+        if not hasattr(optimizer, "param_groups"):
+            self._fail_for(optimizer)
+        super().unscale_(optimizer)
+
+    def _fail_for(self, optimizer: object) -> NoReturn:
+        """Raise TypeError for an argument that is no optimizer. The other ranks skip the step.
+
+        Collectives: that of `unscale_`, unless `unscale_` was called since the last `update`: then the other ranks do not
+        wait in it.
+        """
+        unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
+        if self._enabled and not unscaled:
+            self._agreed(torch.ones((), device=self._device))
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer or a ParallelOptimizer")
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         # torch creates the scale in the first call of `scale`, but a rank without a loss never calls `scale`.
@@ -356,7 +385,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # torch computes found_inf only by calls of this method: in `unscale_`, and, for a fused optimizer whose gradients
         # `unscale_` has not unscaled, in `step`.
-        per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        try:
+            per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        except Exception:
+            self._agreed(torch.ones_like(found_inf))  # the other ranks wait for this rank; they skip the step
+            raise
         for local in per_device.values():
             found_inf = torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True))
         return {found_inf.device: self._agreed(found_inf)}

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
 from ..kernels.memory import is_lazy
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, check_unused, entries_of
+from ..norm.plan_agreement import agreed
 from .in_place import change_each, gradient_dtype, is_complete, mark_complete, widen_gradients
 
 # Layout of a flat bucket, which is divided into equal slices, one per rank --------------------------------------------
@@ -618,17 +620,30 @@ def sync_gradients(
             is an exhausted generator.
         TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
         RuntimeError: ``registry`` is closed and has no process group for a sum.
-    Collectives: one all-reduce per bucket; a bucket has at most 32 MiB, or a single larger parameter. The gradients in
-        a bucket have equal layout, dtype and device, and are summed over the same ranks. Partial gradients of sharded
-        DTensors may need separate all-reduces.
-    Host synchronization: none if all gradients are dense.
+
+        The first call with a registry compares the ranks' declarations, and raises an error of ``params`` on every rank.
+        Later calls raise it on the rank with the wrong argument only, and the other ranks wait for it until the timeout.
+    Collectives: in the first call with a registry, those of `agreed`. One all-reduce per bucket; a bucket has at
+        most 32 MiB, or a single larger parameter. The gradients in a bucket have equal layout, dtype and device, and are
+        summed over the same ranks. Partial gradients of sharded DTensors may need separate all-reduces.
+    Host synchronization: in the first call with a registry; otherwise none if all gradients are dense.
     """
     check_registry(registry)
-    check_unused(params)
-    pairs = [item if isinstance(item, tuple) else (None, item) for item in params]
     topology = registry.topology
-    named = [param if name is None else (name, param) for name, param in pairs]
-    plan = ReductionPlan.of(entries_of([named], topology), topology, registry.global_rank)
+
+    pairs: list[tuple[str | None, Tensor]] = []
+
+    def make() -> ReductionPlan:
+        check_unused(params)
+        pairs[:] = [item if isinstance(item, tuple) else (None, item) for item in params]
+        if wrong := [type(param).__name__ for _, param in pairs if not isinstance(param, Tensor)]:
+            raise TypeError(f"params has an item of type {wrong[0]}; give parameters, or (name, parameter) pairs")
+        named = [param if name is None else (name, param) for name, param in pairs]
+        return ReductionPlan.of(entries_of([named], topology), topology, registry.global_rank)
+
+    with in_call(registry, "sync_gradients"):
+        plan = make() if registry in _SYNCED else agreed(make, registry)
+        _SYNCED.add(registry)
     with local_parameters([param for _, param in pairs], topology, to_sum=True) as local:
         for entry, param in zip(plan.entries, local, strict=True):
             pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1
@@ -639,6 +654,10 @@ def sync_gradients(
                 )
         with in_call(registry, "sync_gradients"):
             reduce_all(gradient_buckets(local, plan, registry, average_data))
+
+
+_SYNCED: WeakSet[ProcessGroupRegistry] = WeakSet()
+"""Registries with which all ranks have compared the parameters of `sync_gradients` once."""
 
 
 # Compression of float32 gradients to bfloat16 -------------------------------------------------------------------------

@@ -382,8 +382,10 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         spec: Layout of the tensor.
         registry: Provides the process groups.
     Raises:
-        ValueError: ``local`` is None on a rank that must hold a shard; the shapes of the shards do not fit the spec; or
-            `P.validate` rejects the spec, for example because of an unknown axis.
+        ValueError: On all ranks along the sharded axes: ``local`` is None on a rank that must hold a shard, the shapes of
+            the shards do not fit the spec, or shards have different dtypes or numbers of dims. On this rank: `P.validate`
+            rejects the spec, for example because of an unknown axis.
+        TypeError: ``local`` is not a tensor. The other ranks along the sharded axes raise ValueError.
     Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
     first three broadcasts over the owned axes: two of an object with the shard's shape and dtype, then one of the
     shard. None over groups of one rank.
@@ -392,14 +394,17 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     spec = spec.resolve(registry.topology)
     if spec.owned:
         local = _from_owner(local, spec, registry)
-    if local is None:
-        raise ValueError(f"{spec}: the shard is None, but this rank or its owner must hold one; give the shard")
-    spec.validate(local.dim(), registry.topology)
     axes = tuple(axis for axis in registry.topology.axes if axis in spec.sharded_axes)
-    if not axes or registry.size(*axes) == 1:
+    over = Over(registry, axes, call="unshard") if axes and registry.size(*axes) > 1 else None
+    try:
+        local = _checked_shard(local, spec, registry.topology)
+    except Exception:
+        if over is not None:  # the other ranks wait for this rank's shape
+            _gather_shapes(None, over)
+        raise
+    if over is None:
         return local.detach().clone(memory_format=torch.contiguous_format)
-    over = Over(registry, axes, call="unshard")
-    found = all_gather(torch.tensor([local.shape], device=local.device), over)
+    found = _gather_shapes(local, over)
     if (found == found[0]).all():
         return _join(all_gather(local.detach().unsqueeze(0), over), axes, spec, registry)
     padded = local.new_zeros(found.amax(0).tolist())
@@ -461,6 +466,53 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         )
     spec.validate(distinct[0].dim(), topology)
     return _join_uneven(distinct, coordinates, spec, axes, topology)
+
+
+def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
+    """Return ``local``. Raise ValueError or TypeError if it is not a tensor with as many dims as the spec needs."""
+    if local is None:
+        raise ValueError(f"{spec}: the shard is None, but this rank or its owner must hold one; give the shard")
+    if not isinstance(local, Tensor):
+        raise TypeError(f"{spec}: the shard is a {type(local).__name__}; give a tensor")
+    spec.validate(local.dim(), topology)
+    return local
+
+
+_DTYPES = sorted((dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)), key=str)
+_MAX_DIMS = 64
+
+
+def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
+    """Return the shapes of the shards of all ranks of a group, [ranks, dims], on the device of ``local``.
+
+    Args:
+        local: The shard; None: this rank has no valid shard, and raises an error after this call.
+        over: The group.
+    Raises:
+        ValueError: On every rank: a rank has no valid shard, or shards have different dtypes or numbers of dims.
+    Collectives: one all-gather. Host synchronization: yes.
+    """
+    own = [-1] * (_MAX_DIMS + 2)
+    if local is not None:
+        own[: local.dim() + 2] = _DTYPES.index(local.dtype), local.dim(), *local.shape
+    device = over.registry.device if local is None else local.device
+    found = all_gather(torch.tensor([own], device=device), over)
+    if local is None:  # the caller raises a more precise error
+        return found
+    kinds = found[:, :2].tolist()
+    for index, (number, dims) in enumerate(kinds):
+        rank = over.registry.ranks(*over.axes)[index]
+        if dims < 0:
+            raise ValueError(
+                f"rank {rank} gave no shard that fits the spec; give one on each rank along the sharded axes"
+            )
+        if [number, dims] != kinds[0]:
+            first = over.registry.ranks(*over.axes)[0]
+            raise ValueError(
+                f"the shard has {dims} dims of {_DTYPES[number]} on rank {rank}, and {kinds[0][1]} dims of "
+                f"{_DTYPES[kinds[0][0]]} on rank {first}; give shards of one tensor"
+            )
+    return found[:, 2 : 2 + kinds[0][1]]
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:

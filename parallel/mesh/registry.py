@@ -593,21 +593,34 @@ class ProcessGroupRegistry:
             groups: Groups to create first, if they do not exist: an axis or alias, or a tuple of axes for a group along
                 several axes. Pass the same groups on every rank.
         Raises:
-            ValueError: A tuple is empty; a name is unknown; or a tuple names an axis twice, directly or by an alias.
+            ValueError: On every rank: a tuple is empty; a name is unknown; or a tuple names an axis twice, directly or by
+                an alias.
             RuntimeError: The registry is closed, or another rank did not call ``connect`` within the timeout.
         Collectives: over the world one object all-gather, which may take two messages; then one all-reduce per group.
         None with one rank.
         Host synchronization: yes, except with one rank.
         """
-        requested = [(axes,) if isinstance(axes, str) else axes for axes in groups]
-        for axes in sorted(requested, key=lambda axes: self.ranks(*axes)):
-            if self.size(*axes) > 1:
-                self.group(*axes)
+        error = None
+        try:
+            requested = [(axes,) if isinstance(axes, str) else axes for axes in groups]
+            for axes in sorted(requested, key=lambda axes: self.ranks(*axes)):
+                if self.size(*axes) > 1:
+                    self.group(*axes)
+        except Exception as caught:  # raised after the gather, in which the other ranks wait
+            error = caught
         if self.topology.world_size == 1:
+            if error is not None:
+                raise error
             return
         with in_call(self, "connect"):
             world = self.group(*self.topology.axes)
-            by_rank = all_gather_objects({*self._groups} - self._met, world, self.device)
+            own = {*self._groups} - self._met if error is None else str(error)
+            by_rank: list[Any] = all_gather_objects(own, world, self.device)
+            if error is not None:
+                raise error
+            for rank, found in enumerate(by_rank):
+                if isinstance(found, str):
+                    raise ValueError(f"rank {rank}: {found}")
             for members in sorted(by_rank[self.global_rank]):
                 if all(members in by_rank[rank] for rank in members):
                     dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[members])

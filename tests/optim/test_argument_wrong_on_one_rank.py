@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import content
+from meshstep.amp import GradScaler
 from meshstep.optim import (
     AsyncSaver,
     ClipState,
@@ -26,6 +27,7 @@ from meshstep.optim import (
     global_norm,
     load_checkpoint,
     save_checkpoint,
+    sync_gradients,
     take_over_clipping,
 )
 from meshstep.parallel import (
@@ -37,6 +39,7 @@ from meshstep.parallel import (
     on_all_ranks,
     prepare_dataloader,
     random_factors,
+    unshard,
 )
 from meshstep.testing import infer, prove
 from torch import Tensor, nn
@@ -254,6 +257,20 @@ def clip_taken_over(script: Script) -> Call:
     return lambda: driver.clip_grad_norm_(on_rank_1(None, script.params), 1.0)
 
 
+def sync(**wrong: Any) -> Callable[[Script], Call]:
+    """Call `sync_gradients` for the first time with this registry."""
+
+    def prepare(script: Script) -> Call:
+        script.loss().backward()
+        return lambda: sync_gradients(**{"params": script.params, **on_rank_1(wrong, {})}, registry=script.registry)
+
+    return prepare
+
+
+def unshard_wrong(wrong: Any) -> Callable[[Script], Call]:
+    return lambda script: lambda: unshard(on_rank_1(wrong, torch.ones(2, 2)), P("data", None), script.registry)
+
+
 def gather(script: Script) -> Call:
     return lambda: gather_objects(on_rank_1(Refuses(), 1), script.registry)
 
@@ -330,6 +347,17 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "prove seed": (proof(prove, seed=1), "seed= is 0 on rank 0 and 1 on rank 1"),
     "infer model": (proof(infer, model=None), "the model is a NoneType; give an nn.Module"),
     "infer shapes": (proof(infer, shapes=[4, 2]), "shapes is a list; give a dict of shapes by name"),
+    "sync params None": (sync(params=None), "'NoneType' object is not iterable"),
+    "sync params [None]": (sync(params=[None]), "params has an item of type NoneType"),
+    "sync undeclared": (sync(params=[nn.Parameter(torch.ones(2))]), "declare the same parameters"),
+    "connect": (lambda script: lambda: script.registry.connect(on_rank_1("rows", "data")), "rows"),
+    "unshard None": (unshard_wrong(None), "shard"),
+    "unshard number": (unshard_wrong(3), "shard"),
+    "unshard dtype": (
+        unshard_wrong(torch.ones(2, 2, dtype=torch.int64)),
+        "dims of torch.int64 on rank 1, and 2 dims of",
+    ),
+    "unshard dims": (unshard_wrong(torch.ones(2)), "shard"),
     "gather_objects": (gather, "pickle fails (LookupError: no copies of this object)"),
     "on_all_ranks": (function_of_none, "'NoneType' object is not callable"),
 }
@@ -431,3 +459,26 @@ def test_wrong_argument_of_later_clipping_makes_norm_nonfinite_on_other_rank(
     assert results[0] == ("", True, False)
     assert results[1][0].startswith(("TypeError", "ValueError"))
     assert not results[1][2]
+
+
+def unscale_wrong(folder: Path) -> tuple[str, bool]:
+    """Return the error, and whether the weights were stepped."""
+    with ExitStack() as stack:
+        script = Script(folder, stack)
+        scaler = GradScaler(script.registry, device="cpu")
+        scaler.scale(script.loss()).backward()
+        before = script.model.weight.detach().clone()
+
+        def call() -> None:
+            scaler.unscale_(on_rank_1(None, script.adam))
+            scaler.step(script.adam)
+
+        error = attempt(script, call).error
+        gather_objects(None, script.registry)
+        return error, not torch.equal(before, script.model.weight)
+
+
+def test_wrong_optimizer_of_grad_scaler_makes_other_rank_skip(world: World, tmp_path: Path) -> None:
+    first, second = world.run(2, unscale_wrong, tmp_path)
+    assert first == ("", False)
+    assert second == ("TypeError: the optimizer is a NoneType; give a torch optimizer or a ParallelOptimizer", False)

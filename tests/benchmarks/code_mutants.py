@@ -370,6 +370,23 @@ LISTED: list[Fault] = [
         "return {param: [(copy, 0)] for param, copy in made.items()}",
         "return {param: [(copy, 1)] for param, copy in made.items()}",
     ),
+    Fault(
+        "optim/step/step_agreement.py",
+        "return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])",
+        "return -1 if key in NOT_COMPARED else _number_of(value, self._salts[at])",
+    ),
+    Fault("optim/clip/rules.py", "norms.units.clamp(min=1e-6)", "norms.units.clamp(min=-0.999999)"),
+    Fault(
+        "amp/master_weights.py",
+        "(moved and addresses[index] != self._addresses[index])",
+        "(moved and addresses[index] == self._addresses[index])",
+    ),
+    Fault(
+        "optim/states/masters.py",
+        "SplitWeights(self.remainders).step(self.optimizer, step)\n        self._note_weights()",
+        "SplitWeights(self.remainders).step(self.optimizer, step)",
+    ),
+    Fault("optim/states/masters.py", "self._writes = 0  # number", "self._writes = 1  # number"),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -405,6 +422,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "factor is not None and torch.float64 in {param.dtype for param in params}",
         "(factor is not None)",
     ): "gradients are multiplied by the factor in either case, up to a rounding error",
+    (
+        "optim/step/c_engine.py",
+        "{*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and ({grad.layout for grad in there} <= STRIDED)",
+        "False",
+    ): "the other branch computes the same lists, one gradient at a time",
 }
 
 
@@ -758,7 +780,7 @@ def main() -> None:
         def run(fault: Fault) -> tuple[Fault, str]:
             copy = copies.get()
             try:
-                return fault, outcome_of(fault, copy, options.tests)
+                return fault, outcome_of(fault, copy, options.tests, options.seconds)
             finally:
                 copies.put(copy)
 

@@ -35,9 +35,10 @@ from ...parallel.mesh.value_checks import (
 )
 from ..clip.base import ClipState
 from ..norm.plan import ReductionPlan
+from ..step.c_engine import SUPPORTED_OPTIMIZERS
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
-from ..step.wrapped_optimizer import COPIED_ATTRIBUTES, guard_calls, own_calls, remove_guard
+from ..step.wrapped_optimizer import COPIED_ATTRIBUTES, guard_calls, own_calls, parts_of, remove_guard
 from .chain import TransformChain, params_of
 
 # Rank layout of optimizer states --------------------------------------------------------------------------------------
@@ -230,6 +231,56 @@ def check_state_value(name: str, value: object, where: str) -> None:
         raise wrong(f"{where}[{name!r}]", number, f"a number of steps from 0 to {MAX_COUNT}")
 
 
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        torch.optim.SparseAdam,
+    }
+)
+"""torch's optimizers whose states are 0-dim or have their parameter's shape."""
+
+
+def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if saved states of an elementwise optimizer of torch are missing or have other shapes than needed.
+
+    torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
+    other optimizers are not checked.
+
+    Args:
+        saved: A state dict, whose param groups have been checked.
+        optimizer: The optimizer that is to load it.
+    """
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    saved_of = dict(zip(params_of(optimizer.param_groups), positions, strict=True))
+    for part in parts_of(optimizer):
+        if type(part) not in _ELEMENTWISE:
+            continue
+        for param in params_of(part.param_groups):
+            position = saved_of[param]
+            for name, value in saved["state"].get(position, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param.shape:
+                    raise ValueError(
+                        f"state[{position!r}][{name!r}] has shape {tuple(value.shape)}, and its parameter "
+                        f"{tuple(param.shape)}; load a state of this model, saved on a mesh of this shape"
+                    )
+            state, spec = saved["state"].get(position), SUPPORTED_OPTIMIZERS.get(type(part))
+            if not state or spec is None:
+                continue
+            for name in spec.states if spec.last is None else spec.states[:-1]:
+                if not isinstance(state.get(name), Tensor):
+                    raise wrong(f"state[{position!r}][{name!r}]", state.get(name), "a tensor of the parameter's shape")
+
+
 # Saving and loading ---------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +389,7 @@ class Saved:
         self.chain.check_state(weights)
         check_groups(state["param_groups"], self.optimizer.param_groups)
         check_states(state["state"])
+        check_state_shapes(state, self.optimizer)
         if own is not None:
             SkipMonitor.check_state(own)
             if self.loss_scale is not None:

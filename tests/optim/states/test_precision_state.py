@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from meshstep.amp import Bf16, Fp8
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import MODES, differences, make, snapshot, train_step
 from scenarios import SCENARIOS, batch
 from torch import Tensor, nn
@@ -229,3 +229,49 @@ def test_corrupt_state_on_one_rank_is_rejected_on_all_ranks(world: World, model_
             assert says in error, what
             assert error.startswith("rank 1: ") == (rank == 0)
             assert changed == [], what
+
+
+# States of wrong shapes, with which torch's fused kernels access other memory --------------------------------------------
+
+ELEMENTWISE: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
+    (lambda params: torch.optim.AdamW(params, fused=True), "exp_avg"),
+    (lambda params: torch.optim.Adam(params, amsgrad=True, fused=True), "max_exp_avg_sq"),
+    (lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, fused=True), "momentum_buffer"),
+    (lambda params: torch.optim.Adagrad(params, fused=True), "sum"),
+    (torch.optim.RMSprop, "square_avg"),
+]
+
+
+@pytest.mark.parametrize(("make_optimizer", "name"), ELEMENTWISE)
+@pytest.mark.parametrize("wrong", [(3,), (5, 2), (10, 1)])
+def test_state_of_another_shape_is_rejected_by_load_state_dict(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], name: str, wrong: tuple[int, ...]
+) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = nn.Linear(5, 2)
+        optimizer = ParallelOptimizer(make_optimizer(model.parameters()), registry)
+        optimizer.backward(model(torch.ones(1, 5)).sum())
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(state))
+        state["state"][0][name] = torch.full(wrong, 7.0)
+        with pytest.raises(ValueError, match=rf"state\[0\]\['{name}'\] has shape .*, and its parameter \(2, 5\)"):
+            optimizer.load_state_dict(state)
+        assert optimizer.optimizer.state[model.weight][name].shape == (2, 5)
+
+
+@pytest.mark.parametrize(("make_optimizer", "name"), [ELEMENTWISE[0], ELEMENTWISE[3]])
+def test_missing_state_of_torch_optimizer_is_rejected_by_load_state_dict(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], name: str
+) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = nn.Linear(5, 2)
+        optimizer = ParallelOptimizer(make_optimizer(model.parameters()), registry)
+        optimizer.backward(model(torch.ones(1, 5)).sum())
+        optimizer.step()
+        for other in ({}, {name: None}):
+            state = copy.deepcopy(optimizer.state_dict())
+            del state["state"][1][name]
+            state["state"][1].update(other)
+            with pytest.raises(ValueError, match=rf"state\[1\]\['{name}'\] is None; expected a tensor"):
+                optimizer.load_state_dict(state)

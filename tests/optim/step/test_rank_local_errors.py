@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from failing import fails_in_backward
+from loops import using
 from meshstep.amp import Bf16, TorchFp16
 from meshstep.optim import Adaptive, ByNorm, Clip, ParallelOptimizer, PerParameter, Sharded, StepObserver
+from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
@@ -425,31 +427,36 @@ def test_loading_a_state_ends_skipping_after_failure_on_one_rank(world: World) -
 # Errors of transforms and of observers on one rank --------------------------------------------------------------------
 
 
-def written_weights() -> tuple[str, bool]:
-    """Write the weights of one rank in place, which masters reject. Return the error of that step, and if it moved."""
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
+def written_weights(kernels: Kernels) -> tuple[list[str], bool]:
+    """Write the weights of one rank in place, which masters reject. Return the errors of that step and the next one, and
+    if the weights moved in them."""
+    with using(kernels), ProcessGroupRegistry(Topology(data=2)) as registry:
         a = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         annotate(a, P(), "a")
         optimizer = ParallelOptimizer(adamw([a]), registry, precision=Bf16(split_masters=False))
-        error = ""
-        for step in range(BAD + 1):
+        errors = list[str]()
+        before = a.detach().clone()
+        for step in range(BAD + 2):
             optimizer.zero_grad()
             optimizer.backward(a.float().sum())
-            if step == BAD and registry.global_rank:
-                with torch.no_grad():
-                    a.mul_(2)
-            before = a.detach().clone()
+            if step == BAD:
+                if registry.global_rank:
+                    with torch.no_grad():
+                        a.mul_(2)
+                before = a.detach().clone()
             try:
                 optimizer.step()
             except RuntimeError as raised:
-                error = str(raised)
-        return error, not torch.equal(before, a)
+                errors.append(str(raised))
+        return errors, not torch.equal(before, a)
 
 
-def test_weights_written_on_one_rank_skip_step_on_all_ranks(world: World) -> None:
-    (nothing, first), (error, last) = world.run(2, written_weights)
-    assert nothing == ""
-    assert "changed" in error
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_weights_written_on_one_rank_skip_steps_on_all_ranks(world: World, kernels: Kernels) -> None:
+    (nothing, first), (errors, last) = world.run(2, written_weights, kernels)
+    assert nothing == []
+    assert len(errors) == 2
+    assert all("was changed since the last step" in error for error in errors)
     assert not first
     assert not last
 

@@ -75,7 +75,8 @@ class Script:
         return optimizer
 
     def loss(self) -> Tensor:
-        return self.model(torch.ones(3, 4)).square().mean()
+        output: Tensor = self.model(torch.ones(3, 4))
+        return output.square().mean()
 
     def state(self) -> object:
         """Return weights, gradients and states in a form that can be compared."""
@@ -218,7 +219,8 @@ def recorder(script: Script) -> Call:
 
 
 def loader(**wrong: Any) -> Callable[[Script], Call]:
-    return lambda script: lambda: prepare_dataloader([1, 2], script.registry, 1, **on_rank_1(wrong, {}))
+    dataset: Any = [1, 2]
+    return lambda script: lambda: prepare_dataloader(dataset, script.registry, 1, **on_rank_1(wrong, {}))
 
 
 def factors(script: Script) -> Call:

@@ -50,3 +50,13 @@ def stepped_on_ranks(states_only: bool) -> dict[str, list[list[float]]]:
             tensors = [param, *(value for _, value in sorted(optimizer.state[param].items()))]
             found[name] = [tensor.tolist() for tensor in tensors if tensor.dtype == BF16]
         return found
+
+
+def assert_replicas_equal_and_shards_different(ranks: Sequence[dict[str, list[list[float]]]]) -> None:
+    """Check the results of `stepped_on_ranks` on 4 ranks, where rank = 2 data + tensor."""
+    assert all(len({*tensor}) > 1 for tensor in ranks[0]["whole"])
+    assert all(rank["whole"] == ranks[0]["whole"] for rank in ranks)
+    assert ranks[0] == ranks[2]
+    assert ranks[1] == ranks[3]
+    for one, other in zip(ranks[0]["sharded"], ranks[1]["sharded"], strict=True):
+        assert one != other

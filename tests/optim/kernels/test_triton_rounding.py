@@ -14,7 +14,7 @@ import torch
 from interpreted import Interpreted, interpreted_pool, why_no_triton
 from meshstep.amp.stochastic_rounding import Drawn, Noise
 from meshstep.optim.kernels.rounding_noise import LANES, ROWS, noise_of, round_plainly
-from rounding_cases import BF16, F32, bits, stepped_on_ranks, values
+from rounding_cases import BF16, F32, assert_replicas_equal_and_shards_different, bits, stepped_on_ranks, values
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
 
@@ -165,11 +165,6 @@ def registers_of(cubin: bytes, folder: Path) -> int | None:
 
 @pytest.mark.parametrize("states_only", [False, True])
 def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: Interpreted, states_only: bool) -> None:
-    ranks = pool.run(4, stepped_on_ranks, states_only)  # rank = 2 data + tensor
+    ranks = pool.run(4, stepped_on_ranks, states_only)
     assert len(ranks[0]["whole"]) == (2 if states_only else 3)
-    assert all(len({*tensor}) > 1 for tensor in ranks[0]["whole"])
-    assert all(rank["whole"] == ranks[0]["whole"] for rank in ranks)
-    assert ranks[0] == ranks[2]
-    assert ranks[1] == ranks[3]
-    for one, other in zip(ranks[0]["sharded"], ranks[1]["sharded"], strict=True):
-        assert one != other
+    assert_replicas_equal_and_shards_different(ranks)

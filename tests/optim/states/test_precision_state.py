@@ -242,22 +242,31 @@ ELEMENTWISE: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
 ]
 
 
+def stepped(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], registry: ProcessGroupRegistry
+) -> ParallelOptimizer:
+    """Return an optimizer of a weight of shape (2, 5) and a bias, after one step."""
+    model = nn.Linear(5, 2)
+    optimizer = ParallelOptimizer(make_optimizer(model.parameters()), registry)
+    optimizer.backward(model(torch.ones(1, 5)).sum())
+    optimizer.step()
+    return optimizer
+
+
 @pytest.mark.parametrize(("make_optimizer", "name"), ELEMENTWISE)
 @pytest.mark.parametrize("wrong", [(3,), (5, 2), (10, 1)])
 def test_state_of_another_shape_is_rejected_by_load_state_dict(
     make_optimizer: Callable[[Any], torch.optim.Optimizer], name: str, wrong: tuple[int, ...]
 ) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = nn.Linear(5, 2)
-        optimizer = ParallelOptimizer(make_optimizer(model.parameters()), registry)
-        optimizer.backward(model(torch.ones(1, 5)).sum())
-        optimizer.step()
+        optimizer = stepped(make_optimizer, registry)
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(copy.deepcopy(state))
         state["state"][0][name] = torch.full(wrong, 7.0)
         with pytest.raises(ValueError, match=rf"state\[0\]\['{name}'\] has shape .*, and its parameter \(2, 5\)"):
             optimizer.load_state_dict(state)
-        assert optimizer.optimizer.state[model.weight][name].shape == (2, 5)
+        weight = optimizer.param_groups[0]["params"][0]
+        assert optimizer.optimizer.state[weight][name].shape == (2, 5)
 
 
 @pytest.mark.parametrize(("make_optimizer", "name"), [ELEMENTWISE[0], ELEMENTWISE[3]])
@@ -265,10 +274,7 @@ def test_missing_state_of_torch_optimizer_is_rejected_by_load_state_dict(
     make_optimizer: Callable[[Any], torch.optim.Optimizer], name: str
 ) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = nn.Linear(5, 2)
-        optimizer = ParallelOptimizer(make_optimizer(model.parameters()), registry)
-        optimizer.backward(model(torch.ones(1, 5)).sum())
-        optimizer.step()
+        optimizer = stepped(make_optimizer, registry)
         for other in ({}, {name: None}):
             state = copy.deepcopy(optimizer.state_dict())
             del state["state"][1][name]

@@ -250,7 +250,7 @@ def test_fp8_prepare_replaces_linear_layers_in_place_and_keeps_parameters(base: 
     assert torch.equal(copied(x), output)
 
 
-def test_precision_name_fp8_means_base_bf16_and_base_fp16_is_rejected() -> None:
+def test_fp8_mode_defaults_to_bf16_base_and_rejects_fp16_base() -> None:
     assert precision_of("fp8") == Fp8() == Fp8("bf16")
     with pytest.raises(ValueError, match="base='fp16' is not a base mode of Fp8"):
         Fp8("fp16")  # type: ignore[arg-type]

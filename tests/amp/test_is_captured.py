@@ -10,7 +10,7 @@ from meshstep.amp.capture import is_captured
 @pytest.mark.parametrize(
     ("initialized", "capturing"), [(False, False), (False, True), (True, False), (True, True)], ids=str
 )
-def test_capture_needs_an_initialized_device_and_a_capturing_stream(
+def test_is_captured_requires_initialized_device_and_capturing_stream(
     monkeypatch: pytest.MonkeyPatch, initialized: bool, capturing: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)

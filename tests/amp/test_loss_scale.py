@@ -194,7 +194,7 @@ def test_loaded_dynamic_scale_continues_like_the_saved_scale(
     assert resumed.scale is tensor
 
 
-def test_constant_scale_stays_constant_and_is_restored() -> None:
+def test_constant_scale_ignores_overflow_and_is_restored_from_state_dict() -> None:
     scale = ConstantLossScale(128.0)
     assert trace(scale, [True, False, True]) == [128.0] * 3
     resumed = ConstantLossScale(1.0)

@@ -189,7 +189,7 @@ def test_gradient_of_unfrozen_parameter_raises_until_refresh_makes_its_master() 
     assert list(masters.state_dict()["masters"]) == [0, 1, 2, 3, 4, 5]
 
 
-def test_existing_state_moves_to_masters_and_gradients_become_float32() -> None:
+def test_existing_optimizer_state_moves_to_masters_and_gradients_become_float32() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for index in range(2):
@@ -414,7 +414,7 @@ def test_weights_equal_rounded_masters_with_sgd_adafactor_and_rmsprop(
         assert torch.equal(param, master.to(BF16))
 
 
-def test_warm_step_compares_no_weights_that_only_the_step_wrote() -> None:
+def test_master_weights_compare_weights_only_after_write_by_other_code() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)

@@ -51,7 +51,7 @@ def reference(kind: str, steps: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scalar_states_with_stochastic_rounding_equal_float32_run_and_reload(kind: str) -> None:
+def test_scalar_optimizer_states_with_stochastic_rounding_reload_and_equal_float32_run(kind: str) -> None:
     def built() -> tuple[list[nn.Parameter], torch.optim.Optimizer, StochasticRounding]:
         params = params_of(torch.bfloat16)
         optimizer = KINDS[kind](params)
@@ -80,7 +80,7 @@ def test_scalar_states_with_stochastic_rounding_equal_float32_run_and_reload(kin
 
 @pytest.mark.parametrize("how", HALF)
 @pytest.mark.parametrize("kind", KINDS)
-def test_reloaded_scalar_states_equal_float32_run_with_half_precision_moments(how: str, kind: str) -> None:
+def test_scalar_optimizer_states_with_bfloat16_moments_reload_and_equal_float32_run(how: str, kind: str) -> None:
     precision, states = HALF[how]
     with ProcessGroupRegistry(Topology()) as registry:
 

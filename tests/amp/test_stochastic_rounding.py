@@ -97,7 +97,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     return [tensor.double().flatten().tolist() for tensor in (*model.parameters(), *values)]
 
 
-def test_updates_below_bfloat16_resolution_accumulate_on_average() -> None:
+def test_stochastic_rounding_accumulates_updates_below_bfloat16_resolution_on_average() -> None:
     """Subtract 0.001 from 1 in each of 300 steps: rounding to nearest would stay at 1 for ever."""
 
     def after_300(step: Callable[[nn.Parameter, torch.optim.Optimizer], Callable[[], object]]) -> Tensor:
@@ -189,7 +189,7 @@ def test_stochastic_rounding_does_not_depend_on_bucket_size(bucket_numel: int) -
     assert results[0] == results[1]
 
 
-def test_step_count_increases_by_one_for_any_number_of_buckets() -> None:
+def test_step_count_increases_once_per_step_for_any_number_of_buckets() -> None:
     results = []
     for bucket_numel in (1, 10**6):
         model = mlp(BF16)
@@ -200,7 +200,7 @@ def test_step_count_increases_by_one_for_any_number_of_buckets() -> None:
     assert results[0] == results[1]
 
 
-def test_bfloat16_state_reloads_and_continues_bitwise_identically() -> None:
+def test_run_with_stochastic_rounding_resumes_bitwise_identically() -> None:
     def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, StochasticRounding]:
         model = mlp(BF16, seed)
         optimizer = adamw(model.parameters())
@@ -256,7 +256,7 @@ def test_failed_update_leaves_parameters_and_state_unchanged() -> None:
     assert bits(model, optimizer) == before
 
 
-def test_step_updates_float32_parameters_once_and_skips_missing_gradients() -> None:
+def test_stochastic_rounding_step_updates_each_parameter_once_and_skips_missing_gradients() -> None:
     model = mlp(BF16)
     model.norm.float()
     model.last.weight.requires_grad_(False)
@@ -354,7 +354,7 @@ def test_masters_use_18_and_stochastic_rounding_8_bytes_per_element(helper: Any,
     assert held == bytes_per_element * sum(param.numel() for param in model.parameters())
 
 
-def test_peak_memory_of_a_step_is_bounded_by_the_bucket() -> None:
+def test_stochastic_rounding_peak_memory_of_a_step_is_bounded_by_bucket_size() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(16)))
     optimizer = adamw(model.parameters())
     bucket = 2 * 64 * 64

@@ -129,7 +129,7 @@ def trained(run: Run, way: str, first: int = 0) -> list[Any]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_and_grad_scales_are_bitwise_identical_to_torch(
+def test_parallel_optimizer_with_grad_scaler_is_bitwise_identical_to_torch(
     registry: ProcessGroupRegistry, way: str, kind: str
 ) -> None:
     expected = trained(Run(kind, None), way)

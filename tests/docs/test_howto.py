@@ -65,7 +65,7 @@ def test_howto_snippets_on_several_ranks_print_the_shown_text(world: World, page
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_equal_bits_snippets_print_same_hash_on_any_number_of_ranks(world: World, ranks: int) -> None:
+def test_same_bits_page_snippets_print_same_hash_on_any_number_of_ranks(world: World, ranks: int) -> None:
     codes, _ = parts_of("SAME_BITS.md")
     on_two_ranks = world.run(2, session, codes, "SAME_BITS.md")[0]
     assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == on_two_ranks
@@ -112,7 +112,7 @@ def test_logging_page_snippets_write_to_every_output(monkeypatch: pytest.MonkeyP
 # TESTING.md -----------------------------------------------------------------------------------------------------------
 
 
-def test_example_of_testing_page_passes_but_fails_with_a_wrong_spec(tmp_path: Path) -> None:
+def test_testing_page_example_fails_only_with_wrong_spec(tmp_path: Path) -> None:
     page = (HOWTO / "TESTING.md").read_text()
     ((code, _),), ((message, _),) = blocks("python", page), blocks("text", page)
     right, wrong = "declare(self, self.specs)", 'declare(self, {**self.specs, "up": P()})'

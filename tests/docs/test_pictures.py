@@ -56,7 +56,7 @@ def test_picture_file_equals_the_output_of_its_script(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text() == drawn, f"run: python docs/pictures/{name}.py --draw"
 
 
-def test_layout_pictures_equal_the_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_pictures_equal_output_of_topology_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, axes in script("who_holds_what").LAYOUTS.items():
         command([*axes.split(), "--svg", str(tmp_path / "here.svg")])
         assert (tmp_path / "here.svg").read_text() == (FOLDER / f"layout_{name}.svg").read_text(), (
@@ -150,7 +150,7 @@ def test_replica_divergence_picture_matches_a_run(world: World) -> None:
     assert last["own"] > 1.3 * last["exact"]
 
 
-def test_memory_picture_matches_a_step(world: World) -> None:
+def test_memory_picture_matches_measured_bytes(world: World) -> None:
     by_rank = world.run(4, on_a_rank, "memory", "kept")
     assert kept("memory") == script("common").rounded(by_rank[0])
     whole, *sharded = (sum(parts.values()) for parts in kept("memory").values())

@@ -38,7 +38,7 @@ def test_readme_shows_the_quickstart_after_the_diff() -> None:
 # The commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_ci_script_finds_both_commands_in_the_readme() -> None:
+def test_ci_script_finds_train_digits_and_pytest_commands_in_readme() -> None:
     """`.ci/run` reads its commands from the README: the lines that make a virtual environment."""
     commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
     assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash", README)]

@@ -37,7 +37,7 @@ def pages_in(entry: Any) -> Iterator[str]:
 # Navigation: needs no MkDocs ------------------------------------------------------------------------------------------
 
 
-def test_packages_of_the_api_pages_are_all_public_packages() -> None:
+def test_api_pages_cover_all_public_packages() -> None:
     assert {f"meshstep.{package}" for package in (*meshstep._PACKAGES, "testing")} == {*HOOKS["PACKAGES"]}
 
 

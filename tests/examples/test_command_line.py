@@ -43,7 +43,7 @@ def run_main(name: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_prints_usage_without_running(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_example_scripts_prints_usage_without_training(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_main(name, "--help")
     assert ended.value.code == 0
@@ -188,7 +188,7 @@ def test_error_raised_during_training_is_not_caught() -> None:
         )
 
 
-def test_attention_heads_must_divide_over_the_ranks() -> None:
+def test_attention_heads_not_divisible_by_tensor_ranks_raise() -> None:
     check_divides = example("models.layers").check_divides
     check_divides(4, "tensor", SimpleNamespace(size=lambda axis: 2))
     with pytest.raises(ValueError, match="4 attention heads don't divide over tensor=8"):

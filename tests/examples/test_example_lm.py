@@ -79,5 +79,5 @@ def too_few_heads() -> None:
         example("models.gpt").GPT(registry, 30, 3, 1)
 
 
-def test_attention_heads_must_divide_over_tensor_and_context_axes(world: World) -> None:
+def test_attention_heads_not_divisible_by_tensor_and_context_ranks_raise(world: World) -> None:
     world.run(2, too_few_heads)

@@ -48,6 +48,6 @@ def test_lora_example_on_each_layout_equals_one_process(world: World, base: str,
         assert bytes_of(printed) < bytes_of(one)
 
 
-def test_missing_base_model_ends_the_lora_example(tmp_path: Path) -> None:
+def test_lora_example_without_base_checkpoint_exits_with_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"has no checkpoint; write one with accumulate_lm\.py --resume"):
         run_example("finetune_lora", "--base", str(tmp_path), *FLAGS)

@@ -16,7 +16,7 @@ DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 
 # The first bases of SOAP depend on rounding if the first gradient has fewer independent columns than rows.
 @pytest.mark.parametrize(("name", "tolerance"), [("muon", 2e-5), ("lamb", 2e-5), ("adafactor", 2e-5), ("soap", 3e-3)])
-def test_each_optimizer_has_the_losses_of_one_process_on_every_topology(
+def test_digits_example_with_muon_lamb_adafactor_or_soap_equals_one_process(
     world: World, name: str, tolerance: float, tmp_path: Path
 ) -> None:
     flags = [*DIGITS, "--optimizer", name]
@@ -30,7 +30,7 @@ def test_each_optimizer_has_the_losses_of_one_process_on_every_topology(
         torch.testing.assert_close(read_curve(path, COLUMNS)[:, 0], expected[:, 0], rtol=tolerance, atol=0)
 
 
-def test_muon_has_lower_loss_than_adamw_and_plot_shows_both(world: World, tmp_path: Path) -> None:
+def test_lm_example_with_muon_has_lower_loss_than_adamw_and_plots_both(world: World, tmp_path: Path) -> None:
     flags = ["--paragraphs", "500", "--epochs", "3", "--width", "32", "--seed", "3"]
     curves = {name: tmp_path / f"{name}.csv" for name in ("adamw", "muon")}
     plot = tmp_path / "both.svg"

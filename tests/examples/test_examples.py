@@ -124,7 +124,7 @@ def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
-def test_meshstep_norm_in_compare_norms_is_exact_on_each_topology(world: World, topology: str) -> None:
+def test_compare_norms_example_prints_exact_meshstep_norm_on_each_topology(world: World, topology: str) -> None:
     for truth, rows in world.run(4, compare_norms, topology):
         *others, (method, norm) = rows
         assert method.startswith("meshstep, bias declared P(")

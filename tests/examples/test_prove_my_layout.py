@@ -53,13 +53,13 @@ def test_user_project_imports_the_installed_package(project: Path) -> None:
     assert done.stdout.strip() == str(project.parent / "site" / "meshstep" / "testing" / "__init__.py"), done.stderr
 
 
-def test_tests_of_user_project_pass(project: Path) -> None:
+def test_user_project_tests_pass_with_correct_layout(project: Path) -> None:
     code, printed = run_tests(project)
     assert code == 0, printed
     assert "5 passed" in printed
 
 
-def test_tests_of_user_project_fail_and_name_parameters_of_planted_bug(project: Path) -> None:
+def test_user_project_tests_fail_and_name_parameters_of_planted_bug(project: Path) -> None:
     code, printed = run_tests(project, "--forget-sum")
     assert code == 1, printed
     assert "5 failed" in printed
@@ -71,7 +71,7 @@ def test_tests_of_user_project_fail_and_name_parameters_of_planted_bug(project: 
 
 
 @pytest.mark.parametrize("flag", ["", "--forget-sum"])
-def test_tests_of_user_project_have_the_same_outcome_under_torchrun(project: Path, flag: str) -> None:
+def test_user_project_tests_have_same_outcome_under_torchrun(project: Path, flag: str) -> None:
     _, printed = run_tests(project, *filter(None, [flag]), processes=2)
     outcome = "2 failed, 3 skipped" if flag else "2 passed, 3 skipped"
     assert printed.count(outcome) == 2, printed

@@ -42,7 +42,7 @@ def test_accumulation_with_two_graphs_is_bitwise_identical_to_eager_steps(device
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_optimizer_steps_after_a_rejected_capture(device: torch.device) -> None:
+def test_optimizer_can_step_after_rejected_graph_capture(device: torch.device) -> None:
     run = Run(SETTINGS["fp32"], device)
     graph = graph_on(device)()
     with pytest.raises(RuntimeError, match="no step was made since"), graph.captured():

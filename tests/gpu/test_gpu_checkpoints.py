@@ -33,7 +33,7 @@ def test_resumed_run_continues_bitwise_identically(device: torch.device, tmp_pat
         assert differences(snapshot(run.model, run.optimizer), snapshot(again.model, again.optimizer)) == []
 
 
-def test_background_checkpoint_keeps_the_weights_of_its_step(device: torch.device, tmp_path: Path) -> None:
+def test_async_checkpoint_contains_state_at_save_call_not_of_later_steps(device: torch.device, tmp_path: Path) -> None:
     """Later steps write the weights while the copies to the host may still run."""
     registry = ProcessGroupRegistry(Topology())
     run, again = (Run(SETTINGS["bf16"], device, registry) for _ in range(2))

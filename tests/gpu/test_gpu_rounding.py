@@ -23,7 +23,7 @@ def test_stochastic_rounding_on_device_is_unbiased(device: torch.device) -> None
         assert abs(share - part) < 5 * (part * (1 - part) / count) ** 0.5
 
 
-def test_equal_seeds_round_equally_and_different_seeds_do_not(device: torch.device) -> None:
+def test_stochastic_rounding_is_equal_for_equal_seeds_only(device: torch.device) -> None:
     source = torch.randn(10_001, device=device)
     assert torch.equal(rounded(source, 1), rounded(source, 1))
     assert not torch.equal(rounded(source, 1), rounded(source, 2))

@@ -103,7 +103,7 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_sample_selects_one_case_of_the_second_half_per_test() -> None:
+def test_sample_picks_one_parametrized_case_per_test_from_second_half() -> None:
     tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
     pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
     every = [*(case for cases in tests for case in cases), *pair, alone]
@@ -130,7 +130,7 @@ def drawn_from(
     ]
 
 
-def test_default_run_keeps_all_cases_of_tests_without_ranks_and_few_of_others() -> None:
+def test_default_cases_keeps_all_cases_without_ranks_and_few_with_ranks() -> None:
     alone = drawn_from(20, fixtures=("tmp_path",))
     assert default_cases(alone) == alone
     assert len(default_cases(drawn_from(20))) == CASES_OF_A_TEST

@@ -214,18 +214,18 @@ def run(case: Case) -> Simulation:
 
 
 @pytest.mark.parametrize("case", ORDERED, ids=lambda case: case.__name__)
-def test_ordered_access_is_not_a_finding(case: Case) -> None:
+def test_simulation_reports_no_finding_for_ordered_access(case: Case) -> None:
     assert run(case).findings == []
 
 
 @pytest.mark.parametrize("case", UNORDERED, ids=lambda case: case.__name__)
-def test_unordered_access_is_a_finding(case: Case) -> None:
+def test_simulation_reports_unordered_access_as_finding(case: Case) -> None:
     findings = run(case).findings
     assert findings
     assert findings[0].startswith(UNORDERED[case])
 
 
-def test_copy_to_pinned_memory_is_visible_after_its_event_only() -> None:
+def test_simulated_copy_to_pinned_memory_is_visible_only_after_its_event() -> None:
     with simulated_cuda():
         tensor, pinned = torch.tensor([1.0, 2.0, 3.0], device="cuda:1"), torch.zeros(3, pin_memory=True)
         elements = pinned.numpy()
@@ -235,7 +235,7 @@ def test_copy_to_pinned_memory_is_visible_after_its_event_only() -> None:
         assert elements.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_write_without_operator_during_upload_is_a_finding() -> None:
+def test_simulation_reports_host_write_to_pinned_memory_during_upload() -> None:
     with simulated_cuda() as simulation:
         tensor, pinned = torch.tensor([1.0, 2.0, 3.0], device="cuda:1"), torch.zeros(3, pin_memory=True)
         elements = pinned.numpy()
@@ -246,12 +246,12 @@ def test_write_without_operator_during_upload_is_a_finding() -> None:
     assert finding.startswith("the host has written pinned memory while a copy may read it")
 
 
-def test_operator_on_two_devices_raises_an_error() -> None:
+def test_simulated_operator_on_tensors_of_two_devices_raises() -> None:
     with simulated_cuda(), pytest.raises(RuntimeError, match=r"tensors on several devices: \['cuda:0', 'cuda:1'\]"):
         torch.ones(2, device="cuda:0").add_(torch.ones(2, device="cuda:1"))
 
 
-def test_current_device_and_stream_are_restored() -> None:
+def test_simulated_device_and_stream_are_restored_after_context() -> None:
     with simulated_cuda():
         default = torch.cuda.current_stream()
         with torch.cuda.device(1):

@@ -40,7 +40,7 @@ def test_accelerate_recipe_equals_stock_run_and_resumes(by_rank: list[dict[str, 
         assert all(torch.equal(one, other) for one, other in zip(resumed, weights, strict=True))
 
 
-def test_accelerate_clip_by_value_equals_stock_and_infinite_max_norm_uses_that_of_optimizer(
+def test_accelerate_clip_by_value_equals_stock_and_infinite_max_norm_uses_optimizer_max_norm(
     by_rank: list[dict[str, Any]],
 ) -> None:
     for found in by_rank:

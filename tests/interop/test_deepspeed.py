@@ -227,7 +227,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("setting", EXACT, ids=str)
-def test_deepspeed_norm_with_flags_is_exact_and_parallel_optimizer_trains_equally(
+def test_deepspeed_norm_with_model_parallel_flags_is_exact_and_parallel_optimizer_trains_equally(
     world: World, setting: Setting
 ) -> None:
     engine = world.run(4, by_engine, setting)[0]
@@ -240,7 +240,7 @@ def test_deepspeed_norm_with_flags_is_exact_and_parallel_optimizer_trains_equall
 
 
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
-def test_equal_flags_on_all_ranks_give_wrong_deepspeed_norm_only_in_2d(world: World, axes: Axes) -> None:
+def test_equal_flags_on_all_ranks_make_deepspeed_norm_wrong_only_on_2d_mesh(world: World, axes: Axes) -> None:
     engine = world.run(4, by_engine, Setting(axes, 0), False)[0]
     off = engine.norms[0] / engine.expected[0] - 1
     assert abs(off) < 1e-6 if axes == ONE else off > 1e-3

@@ -504,7 +504,7 @@ def audited(options: dict[str, Any], breaks: bool, kept: bool) -> Audit:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
-def test_audit_accepts_megatron_models_and_names_wrong_flags(world: World, kept: bool) -> None:
+def test_audit_accepts_megatron_models_and_names_parameters_with_wrong_flags(world: World, kept: bool) -> None:
     cases = [(4, (options, False, kept)) for options in KINDS.values()]
     for of_ranks in world.run_each(audited, cases):
         assert str(of_ranks[0]).endswith("parameters match their declared layouts")
@@ -602,5 +602,5 @@ def not_initialised() -> str:
     return str(error.value)
 
 
-def test_registry_of_before_megatron_initialization_raises_a_clear_error(world: World) -> None:
+def test_registry_of_call_before_megatron_initialization_raises_clear_error(world: World) -> None:
     assert "initialize_model_parallel" in world.run(1, not_initialised)[0]

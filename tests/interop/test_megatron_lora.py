@@ -223,7 +223,7 @@ def part(
         return base, first, norms, full(), loss_of(0).detach()
 
 
-def test_training_of_megatron_adapters_continues_on_another_layout(world: World, tmp_path: Path) -> None:
+def test_lora_training_on_megatron_layers_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     folder, half = str(tmp_path), list(range(STEPS // 2))
     two = {"tensor_model_parallel_size": 2}
@@ -265,9 +265,7 @@ def saved_experts(folder: str) -> Weights:
         }
 
 
-def test_adapters_of_megatron_experts_are_saved_with_the_numbers_of_the_dense_model(
-    world: World, tmp_path: Path
-) -> None:
+def test_lora_of_megatron_experts_is_saved_under_global_expert_indices(world: World, tmp_path: Path) -> None:
     safetensors: Any = pytest.importorskip("safetensors.torch", reason="needs safetensors (the extra 'lora')")
     weights = world.run(4, saved_experts, str(tmp_path))[0]
     found = safetensors.load_file(tmp_path / "adapter_model.safetensors")

@@ -189,7 +189,7 @@ def part_run(
     [("llama", {"use_dora": True}, (1, 2), (2, 2)), ("qwen3", {"use_rslora": True}, (2, 2), (1, 2))],
     ids=["llama-dora", "qwen3-rslora"],
 )
-def test_training_of_adapters_continues_on_another_layout(
+def test_lora_training_on_transformers_resumes_on_another_layout(
     world: World,
     saved: Callable[[str], str],
     tmp_path: Path,
@@ -388,7 +388,9 @@ def refused_files(path: str, folder: str) -> list[str]:
         return found
 
 
-def test_file_of_other_adapters_is_rejected(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+def test_adapter_file_with_other_alpha_layers_or_rank_is_rejected(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
     for alpha, layers, r in world.run(2, refused_files, saved("llama"), str(tmp_path / "adapter")):
         assert "q_proj has lora_alpha=1.0, but the saved adapter has lora_alpha=4.0" in alpha
         assert "lacks base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight" in layers
@@ -456,7 +458,7 @@ def peft_experts_run(path: str, folder: str) -> tuple[list[float], Weights]:
 
 
 @pytest.mark.parametrize("mesh", [(1, 2), (1, 2, 2), (2, 2, 2)], ids=["tp", "ep", "fsdp x ep"])
-def test_lora_on_experts_in_one_parameter_trains_like_peft(
+def test_lora_on_stacked_experts_trains_like_peft(
     world: World, saved: Callable[[str], str], tmp_path: Path, mesh: Mesh
 ) -> None:
     path, start, end = saved("qwen3_moe"), str(tmp_path / "start"), str(tmp_path / "end")

@@ -54,7 +54,7 @@ def published(package: str, name: str) -> Any:
         (CAME, "came_pytorch", "CAME", {"lr": 0.003, "clip_threshold": 0.5, "eps": (1e-3, 1e-2)}, {}),
     ],
 )
-def test_optimizer_equals_the_published_implementation(
+def test_lamb_lars_stableadamw_and_came_equal_published_implementation(
     ours: Kind, package: str, name: str, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)

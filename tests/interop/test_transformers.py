@@ -176,7 +176,7 @@ def stock_gradients(path: str, ours: bool) -> tuple[float, float]:
     return float((found.grad - expected.grad).norm()), float(expected.grad.norm())
 
 
-def test_registry_of_removes_hook_that_reduces_accumulated_gradients_twice(
+def test_registry_of_call_removes_transformers_hook_that_reduces_gradients_twice(
     world: World, saved: Callable[[str], str]
 ) -> None:
     path = saved("qwen3")

@@ -50,6 +50,8 @@ def test_unwrapped_optimizer_on_shards_differs_from_one_process(world: World, ki
         ("pytorch_optimizer", "SPlus", r"switches the weights with train\(\) and eval\(\)"),
     ],
 )
-def test_whole_rejects_optimizers_that_combine_tensors_or_switch_weights(package: str, name: str, says: str) -> None:
+def test_whole_wrapper_rejects_optimizers_that_combine_tensors_or_switch_weights(
+    package: str, name: str, says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))

@@ -38,7 +38,7 @@ def loaded(layout: str, folder: str) -> Weights:
 @pytest.mark.parametrize(
     ("before", "after"), [("tensor", "grid"), ("grid", "data and tensor"), ("wide grid", "tensor")]
 )
-def test_adapter_is_loaded_onto_another_layout(world: World, tmp_path: Path, before: str, after: str) -> None:
+def test_saved_adapter_loads_bitwise_onto_another_layout(world: World, tmp_path: Path, before: str, after: str) -> None:
     folder = str(tmp_path / "adapter")
     expected = world.run(ranks_of(before), saved, before, folder)[0]
     assert {path.name for path in Path(folder).iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
@@ -87,7 +87,7 @@ def test_loading_into_merged_adapter_is_an_error(world: World, tmp_path: Path) -
         assert text.startswith("the adapter of down is merged, so unmerge() would subtract other factors than merge()")
 
 
-def test_missing_package_and_missing_adapter_raise_clear_errors(tmp_path: Path) -> None:
+def test_save_adapter_without_adapter_or_safetensors_raises_clear_error(tmp_path: Path) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         with pytest.raises(ValueError, match="Linear has no adapter named 'default'; add adapters with add_lora"):
             save_adapter(tmp_path, nn.Linear(2, 2), registry)

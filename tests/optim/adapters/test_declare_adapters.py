@@ -124,7 +124,9 @@ def test_lora_factors_beside_sharded_layers_are_declared_and_proved(world: World
         (("", "summed twice"), "3.A", "counted several times"),
     ],
 )
-def test_prove_names_factors_with_wrong_sums(world: World, wrong: tuple[str, str], name: str, cause: str) -> None:
+def test_prove_names_lora_factors_whose_gradient_sum_is_missing_or_doubled(
+    world: World, wrong: tuple[str, str], name: str, cause: str
+) -> None:
     """The gradient of a factor is not summed over the tensor ranks, or summed twice, as in published adapters."""
     for _, proof, audited, _ in world.run(2, proved, wrong):
         found = {finding.name: finding for finding in proof.findings}
@@ -201,7 +203,7 @@ def _owned(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def test_layers_without_derivable_layout_are_rejected(world: World) -> None:
+def test_lora_rejects_undeclared_or_unsupported_base_layers_and_rank_zero(world: World) -> None:
     for texts in world.run(2, errors):
         undeclared, without_registry, rank, kind, none, owned = texts
         assert "the base layer: a parameter of shape (4, 4) has no spec; declare its layout" in undeclared
@@ -231,7 +233,7 @@ def stepped(wrong: tuple[str, str], rules: dict[str, P]) -> str:
         return "no error"
 
 
-def test_step_error_names_factor_whose_gradient_is_not_summed(world: World) -> None:
+def test_step_error_names_lora_factor_whose_gradient_is_not_summed(world: World) -> None:
     """The second step compares again: in the first, the gradient of A is zero on all ranks, because B is zero."""
     for error in world.run(2, stepped, ("no sum", ""), {}):
         assert error.startswith("step 1: "), error
@@ -239,7 +241,7 @@ def test_step_error_names_factor_whose_gradient_is_not_summed(world: World) -> N
     assert world.run(2, stepped, ("", ""), {}) == ["no error"] * 2
 
 
-def test_first_step_error_names_sharded_factor_that_is_declared_replicated(world: World) -> None:
+def test_first_step_error_names_sharded_lora_factor_declared_as_replicated(world: World) -> None:
     """With this spec, a checkpoint would contain only one rank's rows of B."""
     for error in world.run(2, stepped, ("", ""), {"1.B": P()}):
         assert error.startswith("step 0: "), error

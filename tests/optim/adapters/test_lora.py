@@ -65,7 +65,7 @@ def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) 
             torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_initial_factors_are_equal_in_every_layout(world: World) -> None:
+def test_initial_lora_factors_are_equal_in_every_layout(world: World) -> None:
     starts = []
     for layout in ("tensor", "grid", "gathered outputs", "wide grid"):
         starts += [first for first, _, _ in world.run(ranks_of(layout), trained, layout, DEFAULT, 0, 0, True)]
@@ -95,7 +95,7 @@ def trained_with_dropout(layout: str, options: Options) -> tuple[Weights, list[f
 
 
 @pytest.mark.parametrize("case", DROPOUTS)
-def test_dropout_has_the_mask_of_one_process_on_every_layout(world: World, case: str) -> None:
+def test_lora_with_dropout_trains_like_one_process_on_every_layout(world: World, case: str) -> None:
     layout, options = case.partition(",")[0], DROPOUTS[case]
     ((_, expected_norms, expected),) = world.run(1, trained, "single", options)
     ((_, norms_without, _),) = world.run(1, trained, "single", options._replace(adapters={}))
@@ -119,7 +119,7 @@ def gradient_with_seeds(seeds: tuple[int, int]) -> tuple[Tensor, str]:
         return model.up.lora_A.grad, ""
 
 
-def test_dropout_of_replicated_input_is_bitwise_equal_on_replicas(world: World) -> None:
+def test_lora_dropout_is_equal_on_replicas_and_rejects_unequal_seeds(world: World) -> None:
     (first, error), (second, _) = world.run(2, gradient_with_seeds, (7, 7))
     assert not error
     assert torch.equal(first, second)
@@ -178,7 +178,7 @@ def run_part(
         ("grid", "cube tables", {"use_dora": True}),
     ],
 )
-def test_training_continues_on_another_layout(
+def test_lora_training_resumes_on_another_layout(
     world: World, tmp_path: Path, before: str, after: str, adapters: dict[str, Any]
 ) -> None:
     folder, options = str(tmp_path / "saved"), Options(adapters=adapters, blocks=1)
@@ -232,7 +232,7 @@ def merged(layout: str, options: Options, dtype: torch.dtype) -> tuple[Weights, 
         for adapters in ({}, {"use_dora": True})
     ],
 )
-def test_merged_weights_equal_dense_merge(
+def test_merged_lora_weights_equal_dense_merge_and_unmerge_restores_weights(
     world: World, layout: str, adapters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     options = Options(LAYERS, adapters, blocks=1)
@@ -253,7 +253,7 @@ def test_merged_weights_equal_dense_merge(
             torch.testing.assert_close(after[name].double(), weight, rtol=2 * ulp, atol=8 * ulp)
 
 
-def test_second_adapter_of_a_layer_and_unknown_target_are_errors_that_change_nothing() -> None:
+def test_add_lora_rejects_second_adapter_and_unknown_target_without_changes() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     declare(model, {"*": P()})

@@ -128,7 +128,7 @@ def trained(
         return first, norms, full_factors(model, registry)
 
 
-def test_initial_factors_of_experts_do_not_depend_on_the_number_of_ranks(world: World) -> None:
+def test_initial_lora_factors_of_experts_do_not_depend_on_rank_count(world: World) -> None:
     starts = [first for ranks in (1, 2, 4) for first, _, _ in world.run(ranks, trained, ranks, {}, 0, 0, "", True)]
     assert len(starts[0]) == EXPERTS * 2 * 2
     for start in starts:
@@ -159,7 +159,7 @@ def loaded(ranks: int, folder: str) -> tuple[Weights, Tensor]:
         return full_factors(model, registry), loss_of(model).detach()
 
 
-def test_experts_are_saved_with_the_numbers_of_the_dense_model(world: World, tmp_path: Path) -> None:
+def test_saved_lora_of_experts_loads_on_other_rank_counts_and_in_peft(world: World, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     folder = str(tmp_path / "adapter")
     _, _, expected = world.run(2, trained, 2, {}, 3, 0, folder)[0]
@@ -186,7 +186,7 @@ def saved_without_list(folder: str) -> str:
         return str(error.value)
 
 
-def test_expert_without_number_in_its_name_is_an_error(world: World, tmp_path: Path) -> None:
+def test_saving_lora_of_expert_without_index_in_its_name_raises(world: World, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     for text in world.run(2, saved_without_list, str(tmp_path)):
         assert text.startswith("0 has different experts along expert, but its name has no number of an expert; put")
@@ -301,9 +301,7 @@ def grouped_reference(first: Weights, options: dict[str, Any]) -> tuple[list[flo
     "options", [{}, {"use_rslora": True}, {"is_transposed": True}], ids=["LoRA", "rsLoRA", "in-out"]
 )
 @pytest.mark.parametrize("layout", ["expert", "tensor", "expert and tensor"])
-def test_lora_on_experts_in_one_parameter_trains_like_dense_lora(
-    world: World, layout: str, options: dict[str, Any]
-) -> None:
+def test_lora_on_stacked_experts_trains_like_dense_lora(world: World, layout: str, options: dict[str, Any]) -> None:
     ranks = math.prod(GROUPED[layout][0].values())
     for first, norms, weights in world.run(ranks, grouped_run, layout, options):
         expected_norms, expected = grouped_reference(first, options)
@@ -314,7 +312,7 @@ def test_lora_on_experts_in_one_parameter_trains_like_dense_lora(
             torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_training_of_experts_in_one_parameter_continues_on_another_layout(world: World, tmp_path: Path) -> None:
+def test_lora_training_of_stacked_experts_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     first, norms, _ = world.run(4, grouped_run, "expert and tensor", {}, 0, 5, folder)[0]
     _, more, weights = world.run(4, grouped_run, "expert", {}, 5, 5, folder)[0]
@@ -351,7 +349,7 @@ def grouped_loaded(layout: str, folder: str) -> Weights:
         return full_weights(model, registry)
 
 
-def test_adapters_of_experts_in_one_parameter_are_proved_merged_and_saved(world: World, tmp_path: Path) -> None:
+def test_lora_of_stacked_experts_is_proved_merged_and_saved_correctly(world: World, tmp_path: Path) -> None:
     folder = str(tmp_path / "adapter")
     with ProcessGroupRegistry(Topology()) as registry:
         single = full_weights(grouped_model("single", registry, zero=True), registry)
@@ -379,7 +377,7 @@ def test_adapters_of_experts_in_one_parameter_are_proved_merged_and_saved(world:
             assert all(torch.equal(found[name], value) for name, value in factors.items())
 
 
-def test_unsupported_options_of_experts_in_one_parameter_are_errors() -> None:
+def test_lora_of_stacked_experts_rejects_unsupported_options() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         for key, value in (("use_dora", True), ("dropout", 0.1)):
             options: Any = {key: value}

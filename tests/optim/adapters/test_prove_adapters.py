@@ -89,7 +89,7 @@ class Scaled(nn.Module):
         return (self.weight**3).sum() / sum(norms)
 
 
-def test_stop_gradient_repeats_values_of_first_forward_only_in_a_proof() -> None:
+def test_stop_gradient_returns_first_forward_values_in_prove_and_detaches_otherwise() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = Scaled()
     assert prove(model, lambda model: model(), registry).proved == ("weight",)
@@ -167,7 +167,7 @@ DECLARED = {"up.lora_B": P("tensor"), "down.lora_A": P(None, "tensor"), "up.lora
         ("up.lora_magnitude_vector", P(), False),
     ],
 )
-def test_factor_spec_that_does_not_fit_its_base_layer_is_an_error(
+def test_lora_factor_spec_that_contradicts_base_layer_is_rejected(
     world: World, tmp_path: Path, name: str, spec: P, accepted: bool
 ) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
@@ -194,6 +194,6 @@ def proposed(name: str) -> tuple[P, dict[str, P | None]]:
 @pytest.mark.parametrize(
     ("name", "expected"), [("up.lora_B", P(blocks("tensor", 3))), ("down.lora_A", P(None, "tensor"))]
 )
-def test_prove_proposes_the_spec_that_fits_the_base_layer(world: World, name: str, expected: P) -> None:
+def test_prove_proposes_lora_factor_spec_that_fits_base_layer(world: World, name: str, expected: P) -> None:
     """Without the base layer, `prove` would propose one block."""
     assert world.run(2, proposed, name) == [(expected, {name: expected})] * 2

@@ -208,7 +208,7 @@ def test_failing_scheduler_load_leaves_everything_unchanged(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("text", "reason"), [("no archive\nsecond line", "no archive"), ("", "EOFError")])
-def test_error_of_unreadable_file_has_first_line_of_the_reason(
+def test_error_about_unreadable_checkpoint_file_quotes_first_line_of_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
 ) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:

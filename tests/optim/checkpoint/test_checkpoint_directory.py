@@ -28,7 +28,7 @@ def names(path: Path) -> list[str]:
 # Retention ------------------------------------------------------------------------------------------------------------
 
 
-def test_keep_retains_last_checkpoints_and_each_is_loadable(tmp_path: Path) -> None:
+def test_keep_argument_retains_last_checkpoints_and_each_is_loadable(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     for number in range(1, 6):
@@ -77,7 +77,7 @@ def test_saving_into_directory_of_another_run_is_rejected_on_all_ranks(world: Wo
         assert found == "second"
 
 
-def test_saving_after_older_checkpoint_was_loaded_names_both_checkpoints(tmp_path: Path) -> None:
+def test_saving_after_loading_older_checkpoint_raises_and_names_both_checkpoints(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     for _ in range(3):
@@ -139,7 +139,7 @@ def replaced_while_read(path: Path, place: str) -> Any:
     return found
 
 
-def test_all_ranks_switch_to_newer_checkpoint_when_old_one_is_removed(world: World, tmp_path: Path) -> None:
+def test_load_on_all_ranks_switches_to_newer_checkpoint_if_old_one_is_removed(world: World, tmp_path: Path) -> None:
     assert world.run(2, replaced_while_read, tmp_path, "LogicalParameters") == [2, 2]
 
 
@@ -215,7 +215,7 @@ def test_newest_checkpoint_retries_when_listed_checkpoint_is_replaced(
     assert found.name == "meshstep-00000002"
 
 
-def test_loading_suggests_keep_if_checkpoint_is_replaced_ten_times_meanwhile(
+def test_load_error_suggests_keep_if_checkpoint_is_replaced_ten_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = model_of(), model_of()

@@ -28,7 +28,7 @@ def test_saving_inside_accumulation_window_is_rejected(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, optimizer)
 
 
-def test_extra_with_unsupported_type_is_rejected(tmp_path: Path) -> None:
+def test_save_rejects_extra_argument_with_unsupported_type(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     with pytest.raises(ValueError, match=r"extra= can't be stored .*give numbers, strings and tensors"):
@@ -44,7 +44,7 @@ class Unreadable:
         raise RuntimeError  # an error without text
 
 
-def test_extra_whose_pickling_fails_without_text_is_rejected(tmp_path: Path) -> None:
+def test_save_rejects_extra_argument_whose_pickling_fails_without_message(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"extra= can't be stored \(RuntimeError\)"):
         save_checkpoint(tmp_path, model, optimizer_of(model), extra=Unreadable())

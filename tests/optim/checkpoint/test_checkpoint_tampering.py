@@ -60,7 +60,7 @@ def started(path: Path) -> tuple[nn.Module, Any, Path]:
     return model, optimizer, save_checkpoint(path, model, optimizer, extra={"step": 1})
 
 
-def test_payload_executes_when_unpickled_unsafely(tmp_path: Path) -> None:
+def test_malicious_payload_executes_if_unpickled_without_weights_only(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "one")))
     torch.load(io.BytesIO(zipped(Payload(tmp_path / "two"))), weights_only=False)
     assert (tmp_path / "one").exists()
@@ -69,7 +69,7 @@ def test_payload_executes_when_unpickled_unsafely(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_alone", [False, True])
 @pytest.mark.parametrize("case", range(len(PLANTS)))
-def test_payload_in_any_checkpoint_file_is_not_executed(tmp_path: Path, case: int, model_alone: bool) -> None:
+def test_malicious_payload_in_any_checkpoint_file_is_not_executed(tmp_path: Path, case: int, model_alone: bool) -> None:
     name, plant = PLANTS[case]
     model, optimizer, checkpoint = started(tmp_path / "run")
     mark = tmp_path / "executed"

@@ -166,7 +166,9 @@ COUNTS: list[Any] = ["x", math.nan, -1, True, 2**60, 10**400, None, [1], 1.5]
 
 @pytest.mark.parametrize("value", COUNTS, ids=lambda value: repr(value)[:9])
 @pytest.mark.parametrize("name", ["skipped_steps", "vetoed_steps"])
-def test_invalid_skipped_steps_in_checkpoint_or_state_dict_is_rejected(tmp_path: Path, name: str, value: Any) -> None:
+def test_invalid_count_of_skipped_steps_in_checkpoint_or_state_dict_is_rejected(
+    tmp_path: Path, name: str, value: Any
+) -> None:
     run, directory = saved_run(tmp_path, "fp16")
     shared = read_torch(directory / "shared.pt")
     shared["rest"][name] = value

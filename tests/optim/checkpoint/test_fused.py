@@ -228,7 +228,7 @@ def refused(mixed: bool) -> str:
         return str(error.value)
 
 
-def test_blocks_that_do_not_fit_the_shard_are_rejected_on_every_rank(world: World) -> None:
+def test_fused_weight_blocks_that_do_not_fit_shard_are_rejected_on_every_rank(world: World) -> None:
     first, second = world.run(2, refused, False)
     assert first == second
     assert "P(blocks('tensor', (2, 1))) can't shard dim 0, of length 8" in first
@@ -275,7 +275,7 @@ def saved_on_two(path: Path, spec: P) -> None:
 @pytest.mark.parametrize(
     ("spec", "order"), [(P(blocks("tensor", 2)), range(8)), (P("tensor"), (0, 1, 4, 5, 2, 3, 6, 7))], ids=str
 )
-def test_blocks_are_restored_in_dense_order_only_if_declared(
+def test_fused_weight_blocks_load_in_dense_order_only_if_declared(
     world: World, tmp_path: Path, spec: P, order: Sequence[int]
 ) -> None:
     world.run(2, saved_on_two, tmp_path, spec)

@@ -231,7 +231,7 @@ def fused() -> str:
         return str(caught.value)
 
 
-def test_blocks_are_rejected_by_torch_state_dict_on_all_ranks(world: World) -> None:
+def test_torch_state_dict_functions_reject_fused_weight_blocks_on_all_ranks(world: World) -> None:
     for text in world.run(2, fused):
         assert "use save_checkpoint" in text
 
@@ -253,7 +253,7 @@ def reshaped() -> None:
         set_model_state_dict(other, get_model_state_dict(model))
 
 
-def test_full_state_is_sharded_when_loaded_into_sharded_model(world: World) -> None:
+def test_full_optimizer_state_is_sharded_when_loaded_into_sharded_model(world: World) -> None:
     world.run(2, reshaped)
 
 
@@ -274,7 +274,7 @@ def laid_out_the_other_way() -> None:
         assert torch.equal(optimizer.state[weight]["momentum_buffer"], shard(full, P("row", "col"), registry))
 
 
-def test_state_with_same_shard_shape_but_other_layout_is_resharded(world: World) -> None:
+def test_optimizer_state_of_other_layout_with_same_shard_shape_is_resharded(world: World) -> None:
     world.run(4, laid_out_the_other_way)
 
 
@@ -288,7 +288,7 @@ def test_state_with_same_shard_shape_but_other_layout_is_resharded(world: World)
         (None, "has no number meshstep/skipped_steps: .*, or not with TorchStates"),
     ],
 )
-def test_state_without_valid_number_of_skipped_steps_is_rejected(value: str | None, said: str) -> None:
+def test_torch_states_reject_state_without_valid_count_of_skipped_steps(value: str | None, said: str) -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=0.1), ProcessGroupRegistry(Topology()))
     states = TorchStates(optimizer)
@@ -301,7 +301,7 @@ def test_state_without_valid_number_of_skipped_steps_is_rejected(value: str | No
     states.load_state_dict(states.state_dict())
 
 
-def test_state_with_wrong_text_of_a_clipping_rule_is_rejected() -> None:
+def test_torch_states_reject_clipping_rule_state_that_is_no_json() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = ParallelOptimizer(
         torch.optim.SGD([weight], lr=0.1), ProcessGroupRegistry(Topology()), max_norm=ByPreviousNorm(1.0)

@@ -135,7 +135,7 @@ def test_run_resumed_from_trainable_only_async_checkpoint_matches_dense_run(worl
         assert max(found.values()) < 1e-12
 
 
-def test_checkpoint_contains_no_bytes_of_frozen_parameters(tmp_path: Path) -> None:
+def test_trainable_only_checkpoint_contains_no_bytes_of_frozen_parameters(tmp_path: Path) -> None:
     run = Run(ONE, "float64")
     run.model["base"] = nn.Parameter(torch.zeros(10**6), requires_grad=False)
     save_checkpoint(tmp_path, run.model, run.optimizer, trainable_only=True)
@@ -145,7 +145,7 @@ def test_checkpoint_contains_no_bytes_of_frozen_parameters(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", ["float64", "bf16", "split"])
-def test_load_keeps_state_of_parameter_frozen_later(tmp_path: Path, mode: str) -> None:
+def test_trainable_only_load_keeps_state_of_parameter_frozen_later(tmp_path: Path, mode: str) -> None:
     run = Run(ONE, mode)
     run.train(2)
     run.freeze_late()
@@ -173,7 +173,7 @@ class Norms(nn.Module):
         self.frozen.requires_grad_(False)
 
 
-def test_buffers_are_saved_with_trained_modules_only(tmp_path: Path) -> None:
+def test_trainable_only_checkpoint_contains_buffers_of_trained_modules_only(tmp_path: Path) -> None:
     registry = ProcessGroupRegistry(Topology())
     models = [Norms(), Norms()]
     optimizers = [ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry) for model in models]

@@ -69,7 +69,7 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
         return stats.group_norms.tolist(), norms, float(stats.total_norm), steps
 
 
-def test_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: World) -> None:
+def test_param_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: World) -> None:
     for rank, (groups, parameters, total, (first, second)) in enumerate(world.run(2, group_norms)):
         assert groups == pytest.approx([5.0, 10.0, 0.0])
         assert parameters == pytest.approx({"first": 5.0, "second": 10.0, "third": 0.0})
@@ -90,7 +90,7 @@ def test_clip_grad_value_of_sparse_gradient_raises_before_any_change() -> None:
 
 
 @pytest.mark.parametrize("clip", [1.5, ByNorm(1.5, norm_type=1.0), ByNorm(lambda steps: 1 / steps), None])
-def test_max_norm_property_returns_the_clipping_given_to_the_optimizer(clip: Any) -> None:
+def test_max_norm_property_returns_max_norm_argument_of_optimizer(clip: Any) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
         assert ParallelOptimizer(sgd, registry, max_norm=clip).max_norm == clip

@@ -173,7 +173,9 @@ def measured_by_each_function(reduction: Reduction) -> dict[str, tuple[float, di
 
 
 @pytest.mark.parametrize(("reduction", "count"), [("packed", 1), ("per_group", 2)])
-def test_every_function_issues_the_collectives_of_its_reduction(world: World, reduction: Reduction, count: int) -> None:
+def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
+    world: World, reduction: Reduction, count: int
+) -> None:
     """With "per_group" one all-reduce sums the bucket of the split weight, and one sums the buckets of all ranks."""
     for found in world.run(2, measured_by_each_function, reduction):
         for name, (norm, seen) in found.items():

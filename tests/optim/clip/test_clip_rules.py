@@ -518,7 +518,7 @@ def test_rule_with_function_instead_of_number_is_rejected(rule: Clip) -> None:
         ParallelOptimizer(sgd(Planted(LAYOUTS["one rank"], 0)), registry, max_norm=rule)
 
 
-def test_adaptive_clips_tiny_gradient_as_if_its_norm_were_1e_6() -> None:
+def test_adaptive_rule_clips_tiny_gradient_as_if_its_norm_were_1e_minus_6() -> None:
     weight = nn.Parameter(torch.zeros(1, 2))
     weight.grad = torch.tensor([[3e-7, 4e-7]])
     with ProcessGroupRegistry(Topology()) as registry:
@@ -560,7 +560,7 @@ def late_group_threshold(rule: Clip) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(0.5)])
-def test_late_group_max_norm_on_one_rank_is_rejected_and_others_skip(world: World, rule: Clip) -> None:
+def test_group_max_norm_set_later_on_one_rank_raises_there_and_skips_elsewhere(world: World, rule: Clip) -> None:
     (_, of_first), (said, of_second) = world.run(2, late_group_threshold, rule)
     assert "param group 0 has its own max_norm" in said
     assert (of_first, of_second) == ([0.0, 1.0], [0.0])

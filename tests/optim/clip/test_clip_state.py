@@ -426,7 +426,7 @@ def another_list() -> str:
         return said or str(clip.state_dict())
 
 
-def test_changed_parameter_list_raises_on_that_rank_and_skips_on_others(world: World) -> None:
+def test_clip_state_with_changed_parameters_raises_on_that_rank_and_skips_elsewhere(world: World) -> None:
     first, second = world.run(2, another_list)
     assert "the list of parameters differs from the list of the first call with this ClipState of AdaGC" in second
     assert "mean" in first
@@ -446,7 +446,7 @@ def test_clip_state_can_be_saved_and_loaded() -> None:
     assert clip.state_dict() == other.state_dict()
 
 
-def test_other_options_than_in_first_call_with_clip_state_are_rejected() -> None:
+def test_clip_state_rejects_options_that_differ_from_first_call() -> None:
     registry = ProcessGroupRegistry(Topology())
     model, clip = Planted(LAYOUTS["one rank"], 0), ClipState(ByValue(0.5))
     give_gradients(model)
@@ -474,7 +474,7 @@ class ByWeightNorm(Clip):
         (ByWeightNorm(), "ByWeightNorm needs norms of weights"),
     ],
 )
-def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: str) -> None:
+def test_clip_grad_norm_requires_clip_state_for_rules_other_than_by_norm(rule: Any, why: str) -> None:
     model = Planted(LAYOUTS["one rank"], 0)
     give_gradients(model)
     with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
@@ -512,7 +512,9 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of others= is ByValue"),
     ],
 )
-def test_stateful_rule_with_invalid_argument_is_rejected(rule: Any, error: Any, message: str) -> None:
+def test_rule_with_invalid_argument_is_rejected_at_construction_and_assignment(
+    rule: Any, error: Any, message: str
+) -> None:
     _, optimizer = alone(None)
     with pytest.raises(error, match=message):
         alone(rule)

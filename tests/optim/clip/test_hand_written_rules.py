@@ -592,7 +592,7 @@ def test_clip_grad_norm_matches_dense_norm_on_layouts_of_hand_written_rules(worl
         )
 
 
-def test_repository_entry_states_a_mistake_exactly_if_norm_or_scaling_is_wrong() -> None:
+def test_hand_written_rule_has_documented_mistake_iff_norm_or_scaling_is_wrong() -> None:
     assert len(REPOSITORIES) == 14
     for repository in REPOSITORIES.values():
         assert bool(repository.mistake) == (repository.wrong is not None or not repository.scales)
@@ -612,7 +612,7 @@ def test_clip_grad_norm_matches_dense_norm_where_rule_of_d9d_raises(world: World
         assert norm == pytest.approx(dense_norm(("weight", "norm", "head")), rel=1e-12)
 
 
-def test_museum_page_shows_the_factors_of_wrong_norms() -> None:
+def test_museum_page_shows_ratios_of_wrong_to_dense_norms() -> None:
     page = (Path(__file__).parents[3] / "docs" / "explanation" / "MUSEUM.md").read_text()
     for name, repository in REPOSITORIES.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| {name} "))

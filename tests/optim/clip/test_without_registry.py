@@ -146,7 +146,7 @@ def experts_on_slice(declared: bool) -> tuple[float | str, float]:
         return str(error), float(gradients.norm())
 
 
-def test_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
+def test_norm_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
     for error, _ in world.run(4, experts_on_slice, False):
         assert str(error).startswith("replicas differ, nothing was clipped:")
         assert "experts: the gradient differs along axis 'ep'" in str(error)
@@ -192,7 +192,7 @@ def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) ->
     return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], [], ()) for rank in range(12)]
 
 
-def test_root_mesh_dim_becomes_axis_only_if_its_stride_nests() -> None:
+def test_root_mesh_dim_becomes_topology_axis_only_if_strides_nest() -> None:
     """Twelve ranks as (6, 2), with DTensors on the slice of stride 2, and as (4, 3): the strides 2 and 3 do not nest."""
     nesting = _topology(views_of(("a", 6, 2), sliced_off=("b", 2, 1)), any_roles=True)
     assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))
@@ -232,7 +232,7 @@ def test_partial_gradient_of_dtensor_is_summed_without_registry(world: World) ->
         assert gradient == [2.0, 2.0]
 
 
-def test_gradient_declared_partial_must_be_summed_by_caller(world: World) -> None:
+def test_gradient_declared_partial_but_not_summed_raises(world: World) -> None:
     for text in world.run(2, partial_gradient, True):
         assert "must still be summed over tp" in str(text)
 

@@ -81,7 +81,7 @@ def one_large_batch(world: World, mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "states", "mode"), list(product(LAYOUTS, STATES, TOLERANCE)))
-def test_micro_batches_match_one_large_batch(world: World, layout: str, states: str, mode: str) -> None:
+def test_accumulated_micro_batches_match_one_large_batch(world: World, layout: str, states: str, mode: str) -> None:
     expected = one_large_batch(world, mode)
     axes = LAYOUTS[layout]
     for windows in repetitions(WINDOWS, layout, states, mode):

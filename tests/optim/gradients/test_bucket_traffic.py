@@ -52,14 +52,14 @@ def steps_of_two_ranks(**options: Any) -> tuple[Log, float]:
         dist.destroy_process_group()
 
 
-def test_two_ranks_read_and_write_eight_bytes_per_element_more_than_one() -> None:
+def test_step_on_two_ranks_moves_eight_more_bytes_per_element_than_on_one() -> None:
     """One pass reads the gradients, scales them and writes them to the bucket. After the sum, they are its views."""
     alone, found = step_on(1)[1], steps_of_two_ranks()[1]
     assert alone == pytest.approx(36, abs=0.1)  # the norm reads gradients; AdamW also writes the unscaled gradients
     assert found - alone == pytest.approx(8, abs=0.1)
 
 
-def test_gaps_between_small_gradients_are_filled_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_gaps_between_small_gradients_are_zeroed_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small gradients are scaled by one kernel for all of them."""
     monkeypatch.setattr(buckets, "LARGE", 2**30)
     log, found = steps_of_two_ranks()

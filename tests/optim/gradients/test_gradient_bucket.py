@@ -76,7 +76,7 @@ def test_parameter_frozen_after_bucket_was_made_gets_no_gradient() -> None:
     assert params[1].grad is None
 
 
-def test_trained_parameter_without_gradient_gets_the_sum() -> None:
+def test_trained_parameter_without_gradient_gets_reduced_gradient_of_bucket() -> None:
     """Negative control of the test of a frozen parameter: a trained one without a gradient does get the sum."""
     params = with_gradients(4, 4)
     bucket = bucket_of(params, Seen())
@@ -164,7 +164,7 @@ class Recorded:
         return lambda: self.events.append(f"wait {self.name}")
 
 
-def test_backward_does_not_wait_for_a_bucket_when_the_next_one_starts() -> None:
+def test_backward_waits_for_a_bucket_only_after_two_more_have_started() -> None:
     """To limit memory, backward waits for a bucket after the second next bucket has started."""
     events: list[str] = []
     reduced: list[Any] = [Recorded(index, events) for index in range(4)]
@@ -176,7 +176,7 @@ def test_backward_does_not_wait_for_a_bucket_when_the_next_one_starts() -> None:
     assert positions[1][0] < positions[0][3]
 
 
-def test_two_reductions_are_in_flight_by_default() -> None:
+def test_run_all_has_at_most_two_reductions_in_flight_by_default() -> None:
     running, most = 0, 0
 
     def start() -> Callable[[], None]:

@@ -79,7 +79,7 @@ def test_rank_without_backward_raises_in_first_step(world: World, overlap: bool)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_overlap_on_more_ranks_matches_dense_model(world: World, ranks: int) -> None:
+def test_overlap_on_three_or_four_ranks_matches_dense_model(world: World, ranks: int) -> None:
     expected = train_dense(ranks)
     found = world.run(ranks, train_replicas, ranks, "fp32", "plain", True)
     for one in found:

@@ -66,7 +66,7 @@ def gpu(
     choice._tried.clear()
 
 
-def test_auto_uses_working_triton_kernels_on_gpu_only() -> None:
+def test_auto_kernels_use_working_triton_on_gpu_only() -> None:
     with gpu(RIGHT) as kernels:
         assert choice.triton_on(GPU) is kernels
         assert choice.triton_on(torch.device("cpu")) is None
@@ -88,7 +88,7 @@ def test_auto_uses_working_triton_kernels_on_gpu_only() -> None:
         (None, {}, logging.WARNING, "a sum of squares was wrong"),
     ],
 )
-def test_auto_falls_back_to_torch_kernels_and_logs_the_reason(
+def test_auto_kernels_fall_back_to_torch_and_log_reason(
     powers: Any, options: dict[str, Any], level: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "meshstep"), gpu(powers, **options):
@@ -99,12 +99,12 @@ def test_auto_falls_back_to_torch_kernels_and_logs_the_reason(
     assert reason in record.getMessage()
 
 
-def test_auto_tries_no_kernel_without_a_gpu() -> None:
+def test_auto_kernels_run_no_trial_kernel_without_gpu() -> None:
     with gpu(AssertionError("a kernel was run"), available=False):
         assert choice.triton_on(GPU) is None
 
 
-def test_auto_tries_no_kernel_in_a_capture() -> None:
+def test_auto_kernels_run_no_trial_kernel_in_graph_capture() -> None:
     with gpu(RIGHT) as kernels:
         with mock.patch.object(choice, "is_captured", return_value=True):
             assert choice.triton_on(GPU) is None
@@ -113,7 +113,7 @@ def test_auto_tries_no_kernel_in_a_capture() -> None:
             assert choice.triton_on(GPU) is kernels
 
 
-def test_auto_decides_per_device_and_not_in_fake_tensor_mode() -> None:
+def test_auto_kernels_are_chosen_per_device_and_not_in_fake_tensor_mode() -> None:
     with gpu(RIGHT) as kernels:
         with FakeTensorMode(), mock.patch.object(torch, "full", lambda shape, value, device: torch.ones(shape)):
             assert choice.triton_on(GPU) is None
@@ -123,7 +123,7 @@ def test_auto_decides_per_device_and_not_in_fake_tensor_mode() -> None:
         assert choice.triton_on(GPU) is kernels
 
 
-def test_one_step_before_a_capture_reserves_memory_for_tables_of_four_captured_steps() -> None:
+def test_eager_step_reserves_pinned_memory_for_pointer_tables_of_four_captured_steps() -> None:
     """The largest table comes last, as in a step that only measures."""
     empty = torch.empty
 
@@ -146,7 +146,7 @@ def test_one_step_before_a_capture_reserves_memory_for_tables_of_four_captured_s
     assert made == 5 + 2 + 2 * 97 + 3
 
 
-def test_tables_of_captured_graphs_get_separate_pinned_memory_until_it_is_used_up() -> None:
+def test_pointer_tables_of_captured_graphs_use_separate_pinned_memory_and_raise_if_exhausted() -> None:
     tables = Tables()
     tables._for_graphs = torch.zeros(7, dtype=torch.int64)
     first = tables._pinned_for_a_graph(torch.tensor([[1, 2], [3, 4]]))

@@ -46,7 +46,7 @@ def _best_instructions() -> Iterator[None]:
     seed=st.integers(0, 2**31),
 )
 @example((70001,), torch.float16, 2.0, "plain", 1, 1.0, 3)
-def test_compiled_powers_match_reference_within_1e14(
+def test_compiled_power_sums_match_reference_within_1e_minus_14(
     shape: tuple[int, ...], dtype: torch.dtype, p: float, instructions: str, offset: int, scale: float, seed: int
 ) -> None:
     """The bound holds for every shape, dtype, alignment and range; powers that fit float64 do not overflow or underflow."""
@@ -85,7 +85,7 @@ def test_compiled_chunk_means_are_bitwise_identical_for_all_instruction_sets_and
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_nonfinite_element_affects_only_power_of_its_tensor(dtype: torch.dtype, p: float) -> None:
+def test_nonfinite_element_affects_only_power_sum_of_its_tensor(dtype: torch.dtype, p: float) -> None:
     for instructions in INSTRUCTIONS:
         for bad in (torch.nan, torch.inf, -torch.inf):
             for numel, at in ((1, 0), (37, 36), (40000, 12345), (40000, 39999)):
@@ -102,7 +102,9 @@ def test_nonfinite_element_affects_only_power_of_its_tensor(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_powers_are_bitwise_identical_for_all_instruction_sets_and_thread_counts(dtype: torch.dtype, p: float) -> None:
+def test_compiled_power_sums_are_bitwise_identical_for_all_instruction_sets_and_threads(
+    dtype: torch.dtype, p: float
+) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
     found = set[tuple[float, ...]]()
     for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
@@ -114,7 +116,7 @@ def test_powers_are_bitwise_identical_for_all_instruction_sets_and_thread_counts
     assert torchs_threads() is not None  # otherwise there is nothing to compare
 
 
-def test_compiled_powers_do_not_hang_in_forked_process() -> None:
+def test_compiled_power_sums_do_not_hang_in_forked_process() -> None:
     """A forked child has no threads of torch, so it would hang if it waited for them."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):
@@ -141,7 +143,7 @@ def test_sum_of_hundred_million_squares_is_accurate_to_14_digits() -> None:
     assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
 
 
-def test_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
+def test_power_sums_of_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
     class Other(Tensor):
         pass
 
@@ -151,7 +153,7 @@ def test_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_torch_kernels_can_be_selected_for_powers() -> None:
+def test_torch_kernels_can_be_selected_for_power_sums() -> None:
     """torch sums float32 values in float32, so a larger error shows that its kernels ran."""
     values = [torch.randn(100_000, generator=torch.Generator().manual_seed(1))]
     exact, off = reference_powers(values, 2.0), list[float]()
@@ -161,6 +163,6 @@ def test_torch_kernels_can_be_selected_for_powers() -> None:
     assert off[0] < 1e-14 < off[1] < 2e-7
 
 
-def test_unknown_kernels_name_is_rejected() -> None:
+def test_use_kernels_rejects_unknown_name() -> None:
     with pytest.raises(ValueError, match="kernels='cuda': give 'auto', 'torch' or 'triton'"):
         use_kernels("cuda")  # type: ignore[arg-type]

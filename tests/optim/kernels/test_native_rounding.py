@@ -56,7 +56,9 @@ def wrong(everything: Sequence[Drawn]) -> list[str]:
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_loop_is_bitwise_equal_to_plain_torch_for_all_sizes_and_addresses(instructions: str, steps: int) -> None:
+def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_all_sizes_and_addresses(
+    instructions: str, steps: int
+) -> None:
     """One call rounds all tensors, at all addresses modulo 16 bytes."""
     everything = []
     for index, (numel, offset) in enumerate(product(SIZES, (0, 1, 3))):
@@ -70,7 +72,7 @@ def test_loop_is_bitwise_equal_to_plain_torch_for_all_sizes_and_addresses(instru
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_loop_copies_infinities_exact_values_and_upper_bits_of_nans(instructions: str) -> None:
+def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(instructions: str) -> None:
     exact = torch.randn(1000).to(BF16).float()
     subnormals = torch.tensor([1, -(2**31) + 1, 0x7FFFFF, 0x10000], dtype=torch.int32).view(F32)
     kept = torch.cat([exact, torch.tensor([0.0, -0.0, torch.inf, -torch.inf]), subnormals[3:]]).repeat(20)
@@ -85,7 +87,7 @@ def test_loop_copies_infinities_exact_values_and_upper_bits_of_nans(instructions
         assert bool((targets[2].float().abs() <= 2.0**-126).all())
 
 
-def test_loop_is_bitwise_equal_for_all_instruction_sets_and_thread_counts() -> None:
+def test_compiled_rounding_is_bitwise_equal_for_all_instruction_sets_and_threads() -> None:
     sources = [values((numel,), numel) for numel in (3, 1_000_003, 17, 300_001)]
     found = list[Tensor]()
     for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
@@ -99,7 +101,7 @@ def test_loop_is_bitwise_equal_for_all_instruction_sets_and_thread_counts() -> N
     assert torchs_threads() is not None  # otherwise there is nothing to compare
 
 
-def test_loop_numbers_elements_in_row_major_order_for_all_strides() -> None:
+def test_compiled_rounding_draws_noise_in_row_major_order_for_all_strides() -> None:
     source = values((40, 61), 1)
     turned, strided = source.t().contiguous().t(), torch.stack([source, source], -1)[..., 0]
     pairs = [
@@ -112,7 +114,7 @@ def test_loop_numbers_elements_in_row_major_order_for_all_strides() -> None:
 
 
 @pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
-def test_loop_is_bitwise_equal_to_interpreted_triton_kernel() -> None:
+def test_compiled_rounding_is_bitwise_equal_to_interpreted_triton_kernel() -> None:
     with interpreted_pool() as pool:
         by_triton = pool(rounded_here)
     by_loop = rounded_here()
@@ -130,7 +132,7 @@ def rounded_here() -> list[list[int]]:
     return [bits(target).tolist() for target in targets]
 
 
-def test_torch_kernels_round_with_numbers_of_torch_generator() -> None:
+def test_torch_kernels_round_with_random_numbers_of_torch_generator() -> None:
     source = values((1025,), 1)
     by_loop, by_torch, reference = (torch.zeros(1025, dtype=BF16) for _ in range(3))
     noise = Noise(1, 2, "weight")
@@ -144,7 +146,7 @@ def test_torch_kernels_round_with_numbers_of_torch_generator() -> None:
     assert not torch.equal(bits(by_loop), bits(by_torch))
 
 
-def test_tensors_whose_memory_lacks_their_values_are_rounded_by_torch() -> None:
+def test_tensor_subclasses_and_lazy_negative_tensors_are_rounded_by_torch() -> None:
     class Other(Tensor):
         pass
 
@@ -161,7 +163,7 @@ def test_tensors_whose_memory_lacks_their_values_are_rounded_by_torch() -> None:
     assert supported.pairs[0][0].tolist() == [1.0] * 4
 
 
-def test_write_to_tensor_that_autograd_saved_raises_error() -> None:
+def test_compiled_rounding_of_tensor_saved_by_autograd_makes_backward_raise() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=BF16))
     loss = weight.square().sum()
     round_by_kernels([Drawn(Noise(0, 0, "weight"), [(weight, torch.ones(4))])])
@@ -170,5 +172,5 @@ def test_write_to_tensor_that_autograd_saved_raises_error() -> None:
 
 
 @pytest.mark.parametrize("states_only", [False, True])
-def test_loop_rounds_replicas_equally_and_shards_differently(world: World, states_only: bool) -> None:
+def test_compiled_rounding_is_equal_on_replicas_and_differs_between_shards(world: World, states_only: bool) -> None:
     assert_replicas_equal_and_shards_different(world.run(4, stepped_on_ranks, states_only))

@@ -65,7 +65,7 @@ def test_compiled_update_matches_float64_reference(
 @pytest.mark.parametrize("rule", [Adam(1e-3), Adam(1e-3, weight_decay=0.1, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_adam_updates_are_bitwise_identical_for_all_instruction_sets_and_dtypes(
+def test_compiled_adam_updates_in_every_dtype_are_bitwise_identical_for_all_instruction_sets(
     rule: Rule, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     results = list[list[Tensor]]()
@@ -79,7 +79,7 @@ def test_adam_updates_are_bitwise_identical_for_all_instruction_sets_and_dtypes(
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
-def test_updates_are_bitwise_identical_for_all_instruction_sets_and_thread_counts(rule: Rule) -> None:
+def test_compiled_updates_are_bitwise_identical_for_all_instruction_sets_and_threads(rule: Rule) -> None:
     results = list[list[Tensor]]()
     for instructions, (threads, torchs) in product(INSTRUCTIONS, ((1, True), (3, True), (3, False))):
         case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
@@ -107,7 +107,7 @@ def test_skipped_compiled_update_changes_nothing(rule: Rule, instructions: str) 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("rule", [SGD(1.0), Adam(0.0), Adam(0.0, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("half_gradients", [False, True])
-def test_low_precision_weights_are_rounded_as_by_torch(
+def test_compiled_update_rounds_low_precision_weights_as_torch(
     instructions: str, half: torch.dtype, rule: Rule, half_gradients: bool
 ) -> None:
     """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN.
@@ -132,7 +132,7 @@ def test_low_precision_weights_are_rounded_as_by_torch(
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
-def test_low_precision_gradients_are_read_as_by_torch(instructions: str, half: torch.dtype) -> None:
+def test_compiled_sgd_update_reads_low_precision_gradients_as_torch(instructions: str, half: torch.dtype) -> None:
     """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half)
     case = ByLoops(SGD(-1.0), [2**16], half, None, seed=7)
@@ -145,7 +145,7 @@ def test_low_precision_gradients_are_read_as_by_torch(instructions: str, half: t
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_adam_reads_low_precision_gradients_as_torch_does(
+def test_compiled_adam_update_reads_low_precision_gradients_as_torch(
     instructions: str, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     """The test covers all 2^16 values: with a ``beta1`` of 0, the first moment is the gradient."""

@@ -38,7 +38,7 @@ def test_plain_philox_matches_published_vectors() -> None:
         assert philox(key, torch.tensor(counter).view(4, 1)).flatten().tolist() == words(key, counter)
 
 
-def test_noise_of_tensor_is_uniform_and_depends_on_every_argument() -> None:
+def test_rounding_noise_is_uniform_and_depends_on_every_argument() -> None:
     numel = 100_000
     first = noise_of(5, 0, 0, numel)
     for others in ((6, 0, 0), (5, 1, 0), (5, 0, 1), (5, 0, 2**32)):
@@ -53,7 +53,7 @@ def test_noise_of_tensor_is_uniform_and_depends_on_every_argument() -> None:
 # Other operators ------------------------------------------------------------------------------------------------------
 
 
-def test_rounding_without_mask_is_bitwise_equal_except_for_nans() -> None:
+def test_rounding_with_and_without_nan_mask_is_bitwise_equal_except_for_nans() -> None:
     """`_add_noise_by_mask` rounds on a CPU, and `_add_noise_to_default_nans` on a GPU without Triton kernels."""
     flat = values((40_000,), 3)
     noise = torch.randint(-(2**15), 2**15, (40_000,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
@@ -64,7 +64,7 @@ def test_rounding_without_mask_is_bitwise_equal_except_for_nans() -> None:
     assert bool(found.to(torch.int16).view(BF16)[flat.isnan()].isnan().all())
 
 
-def test_tensors_that_a_kernel_returns_are_rounded_by_torch() -> None:
+def test_tensors_not_supported_by_rounding_kernel_are_rounded_by_torch() -> None:
     sources = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     pairs = [(torch.zeros(50, dtype=BF16), source) for source in sources]
     drawn = [Drawn(Noise(1, 2, name), [pair]) for name, pair in zip("ab", pairs, strict=True)]

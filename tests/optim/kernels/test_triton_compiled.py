@@ -176,7 +176,7 @@ def test_triton_update_kernel_accesses_four_elements_per_thread_without_barriers
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_triton_kernels_for_counts_and_sums_use_few_resources(capability: int, tmp_path: Path) -> None:
+def test_triton_kernels_for_counts_and_sums_spill_no_registers(capability: int, tmp_path: Path) -> None:
     from meshstep.optim.kernels import triton_kernels
 
     counts = [{"KIND": kind, "DECOUPLED": kind == 0, "BLOCK": triton_kernels.ROWS} for kind in (0, 1, 2)]

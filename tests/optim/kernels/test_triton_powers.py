@@ -43,7 +43,7 @@ def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
     scale=st.sampled_from([1e-30, 1.0, 1e30]),
     seed=st.integers(0, 2**31),
 )
-def test_triton_powers_match_reference_within_1e14(
+def test_triton_power_sums_match_reference_within_1e_minus_14(
     interpreted: Interpreted, shape: tuple[int, ...], dtype: torch.dtype, p: float, offset: int, scale: float, seed: int
 ) -> None:
     values = some_values(shape, dtype, scale, seed)
@@ -66,7 +66,7 @@ def are_finite(dtype: torch.dtype, p: float) -> list[tuple[list[bool], bool]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", P)
-def test_nonfinite_element_affects_only_triton_power_of_its_tensor(
+def test_nonfinite_element_affects_only_triton_power_sum_of_its_tensor(
     interpreted: Interpreted, dtype: torch.dtype, p: float
 ) -> None:
     assert set(map(repr, interpreted(are_finite, dtype, p))) == {"([True, False, True], True)"}
@@ -84,7 +84,7 @@ def same_bits() -> list[list[float]]:
     return found
 
 
-def test_triton_power_does_not_depend_on_address_or_other_tensors(interpreted: Interpreted) -> None:
+def test_triton_power_sum_does_not_depend_on_address_or_other_tensors(interpreted: Interpreted) -> None:
     found = interpreted(same_bits)
     assert found == found[:1] * len(found)
 
@@ -102,7 +102,7 @@ def left_to_others() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_unsupported_tensors_and_norm_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
+def test_power_sums_of_unsupported_tensors_and_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
     interpreted(left_to_others)
 
 

@@ -188,7 +188,7 @@ def hints() -> tuple[set[int], set[int]]:
     return aligned, seen
 
 
-def test_triton_kernels_promise_only_alignments_that_addresses_have(interpreted: Interpreted) -> None:
+def test_triton_kernels_assume_only_pointer_alignments_that_hold(interpreted: Interpreted) -> None:
     assert interpreted(hints) == ({8, 16}, {8, 16})
 
 
@@ -234,7 +234,7 @@ def wide_blocks() -> Any:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_triton_low_precision_weights_are_rounded_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
+def test_triton_update_rounds_low_precision_weights_as_torch(interpreted: Interpreted, half: torch.dtype) -> None:
     """The values include ties to even, denormals, overflow and NaN."""
     found, wanted = interpreted(halves_written, half)
     assert torch.equal(found.isnan(), wanted.isnan())
@@ -252,7 +252,7 @@ def grads_read(half: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_triton_low_precision_gradients_are_read_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
+def test_triton_update_reads_low_precision_gradients_as_torch(interpreted: Interpreted, half: torch.dtype) -> None:
     """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     found, wanted = interpreted(grads_read, half)
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))

@@ -11,7 +11,7 @@ from meshstep.optim.kernels.device_constants import KEPT, Constants
 CPU = torch.device("cpu")
 
 
-def test_constant_is_created_once_per_key_dtype_and_device() -> None:
+def test_cached_constant_is_created_once_per_key_and_dtype() -> None:
     constants = Constants()
     first = constants("weights", lambda: [0.5, 1.0], torch.float64, CPU)
     assert torch.equal(first, torch.tensor([0.5, 1.0], dtype=torch.float64))

@@ -92,7 +92,7 @@ def tied_norm(p: float, reduction: Reduction) -> float:
 
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 12.0])
-def test_tied_parameter_counts_once(world: World, p: float, reduction: Reduction) -> None:
+def test_tied_parameter_counts_once_in_global_norm(world: World, p: float, reduction: Reduction) -> None:
     assert world.run(2, tied_norm, p, reduction) == pytest.approx([7 ** (1 / p)] * 2, rel=1e-12)
 
 
@@ -109,11 +109,11 @@ def norms_by_name() -> dict[str, float]:
         return dict(zip(plan.parameter_names, found.parameters.tolist(), strict=True))
 
 
-def test_parameter_norms_are_under_their_names_on_every_rank(world: World) -> None:
+def test_per_parameter_norms_have_correct_names_on_every_rank(world: World) -> None:
     assert world.run(2, norms_by_name) == [{"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}] * 2
 
 
-def test_parameter_norms_are_in_the_order_of_parameter_names_of_the_plan() -> None:
+def test_per_parameter_norms_follow_order_of_plan_parameter_names() -> None:
     topology = Topology()
     entries = tuple(ParameterEntry(name, P(), (1,)) for name in ("a", "b"))
     plan = ReductionPlan.of(entries, topology, 0)
@@ -126,7 +126,7 @@ def test_parameter_norms_are_in_the_order_of_parameter_names_of_the_plan() -> No
 # Plans ------------------------------------------------------------------------------------------------------------------
 
 
-def test_bucket_of_owned_parameter_counts_on_owner_ranks_only() -> None:
+def test_norm_bucket_of_owner_only_parameter_counts_on_owner_ranks_only() -> None:
     topology = Topology(row=2, col=2)
     bucket = NormBucket.of(P("col", owned={"row": 1}), topology)
     assert [bucket.counts(topology.coordinate(rank)) for rank in range(4)] == [False, False, True, True]
@@ -157,7 +157,7 @@ def test_expert_axis_without_role_warns_on_rank_0_if_replicas_are_trained(traine
         assert found == wanted
 
 
-def test_full_shape_is_not_multiplied_by_axes_of_the_device_mesh_of_a_dtensor() -> None:
+def test_logical_shape_of_dtensor_multiplies_only_axes_outside_its_mesh() -> None:
     topology = Topology(data=2, tensor=2)
     param = torch.zeros(2, 3)
     layout = Annotation(P(("data", "tensor")), mesh_axes=("data",))
@@ -174,7 +174,7 @@ def names_of_stages() -> tuple[tuple[str, ...], tuple[object, ...]]:
         return plan.parameter_names, plan.parameter_shapes
 
 
-def test_parameters_of_one_name_on_two_stages_get_the_stage_in_their_names(world: World) -> None:
+def test_same_named_parameters_of_two_stages_get_stage_suffix(world: World) -> None:
     names, shapes = world.run(2, names_of_stages)[0]
     assert names == ("embed", "layer@pipe=0", "layer@pipe=1")
     assert shapes == ((5,), (2,), (3,))

@@ -28,7 +28,7 @@ def test_packed_sum_with_single_field_needs_no_copy() -> None:
     assert PackedSum.of({"one": sums}).split(sums)["one"] is sums
 
 
-def test_with_fields_without_fields_returns_the_same_packed_sum() -> None:
+def test_packed_sum_with_no_added_fields_is_same_object() -> None:
     pack = packed()
     assert pack.with_fields({}) is pack
 

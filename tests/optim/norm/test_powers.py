@@ -30,7 +30,7 @@ def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_batched_powers_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: torch.dtype) -> None:
+def test_batched_power_sums_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: torch.dtype) -> None:
     """The GPU operators run on the CPU, with empty gradients and values near the limits of the dtype."""
     grads = [
         torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
@@ -47,7 +47,7 @@ def test_batched_powers_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU")
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 20.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gpu_powers_are_accumulated_in_float64(p: float, dtype: torch.dtype) -> None:
+def test_gpu_power_sums_are_accumulated_in_float64(p: float, dtype: torch.dtype) -> None:
     """Every summing operator must return float64, so its range is that of the CPU path."""
     sums = list[torch.dtype]()
 
@@ -103,7 +103,7 @@ def test_norm_of_finite_gradients_neither_overflows_nor_underflows(
                 assert skipped == 0
 
 
-def test_norm_of_order_1_over_million_equal_elements_is_accurate_to_1e12() -> None:
+def test_norm_of_order_1_over_million_elements_is_accurate_to_1e_minus_12() -> None:
     gradient = torch.full((1_000_003,), 0.1)
     exact = float(torch.tensor(0.1).double()) * 1_000_003
     assert float(local_powers([gradient], 1.0)) == pytest.approx(exact, rel=1e-12)

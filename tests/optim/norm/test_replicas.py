@@ -85,7 +85,7 @@ def test_hashing_memory_does_not_grow_with_tensor_size(dtype: torch.dtype) -> No
         ([7, 7, 8, 8, 9], (0, 1, 2, 3, 4)),  # two equally frequent hashes, and a rarer one
     ],
 )
-def test_ranks_with_less_frequent_hash_are_named_or_all_ranks_at_a_tie(
+def test_replica_check_names_ranks_with_rarer_hash_or_all_at_a_tie(
     hashes: list[int], ranks: tuple[int, ...] | None
 ) -> None:
     held: Any = [{"parameter": {(): bits}} for bits in hashes]

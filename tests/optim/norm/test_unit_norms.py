@@ -37,7 +37,7 @@ def norms_of_rows(spec: P, norm_type: float) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("spec", [P(), P("tensor"), P(None, "tensor"), P(None, ("data", "tensor"))], ids=str)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 12.0, 100.0, inf])
-def test_norms_of_rows_match_dense_tensor(world: World, spec: P, norm_type: float) -> None:
+def test_row_norms_of_sharded_tensor_match_dense_tensor(world: World, spec: P, norm_type: float) -> None:
     for gradients, weights in world.run(4, norms_of_rows, spec, norm_type):
         for found, seed in ((gradients, 1), (weights, 0)):
             full = full_tensor(seed)

@@ -118,7 +118,7 @@ def renamed() -> None:
     compare(Topology(tensor=2), names=lambda name: NAMES[name])
 
 
-def test_assert_exact_accepts_function_as_names(world: World) -> None:
+def test_assert_exact_accepts_function_for_names_argument(world: World) -> None:
     world.run(2, renamed)
 
 
@@ -345,7 +345,7 @@ def test_assert_exact_reports_shard_shape_that_contradicts_spec(world: World) ->
         (Dense, lambda: (1, 2, 3), "a step returned tuple"),
     ],
 )
-def test_assert_exact_rejects_other_return_types_of_step(
+def test_assert_exact_rejects_unsupported_or_unequal_return_types_of_step(
     parallel: Callable[[], Any], dense: Callable[[], Any], told: str
 ) -> None:
     with pytest.raises(TypeError, match=told):

@@ -86,7 +86,7 @@ def _net(
         return proof, {name: param.detach() for name, param in net.named_parameters()}
 
 
-def test_prove_of_correct_model_needs_few_forwards(world: World) -> None:
+def test_prove_of_correct_model_needs_at_most_seven_forwards(world: World) -> None:
     proof = world.run(4, _net)[0][0]
     assert proof.is_correct
     assert len(proof.proved) == 7
@@ -233,7 +233,7 @@ def _one_doubled(tower: Tower) -> None:
     tower.get_parameter("layers.7.weight").register_hook(lambda gradient: gradient * 2)
 
 
-def test_prove_needs_few_forwards_per_wrong_parameter(world: World) -> None:
+def test_prove_needs_at_most_twelve_forwards_per_wrong_parameter(world: World) -> None:
     first, *others = world.run(2, _tower, _doubled_on_the_way)
     wrong = {f"layers.{index}.{name}" for index in range(12) for name in ("weight", "bias")}
     assert {finding.name for finding in first.findings} == wrong

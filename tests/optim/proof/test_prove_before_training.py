@@ -202,7 +202,7 @@ def raises_on_one_rank(when: int) -> list[str]:
 
 
 @pytest.mark.parametrize("when", [1, 2])
-def test_loss_that_raises_on_one_rank_raises_on_all_ranks_and_changes_nothing(world: World, when: int) -> None:
+def test_prove_with_loss_that_raises_on_one_rank_raises_on_all_ranks(world: World, when: int) -> None:
     *others, last = world.run(4, raises_on_one_rank, when)
     assert last == ["KeyError", "'a label that the batch lacks'"]
     for kind, text in others:

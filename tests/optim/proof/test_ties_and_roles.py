@@ -89,7 +89,7 @@ def test_prove_names_stale_replica_of_tied_parameter(world: World, kind: str) ->
         ("equal biases", "inner.0.bias (pipe=0) and inner.0.bias (pipe=1)"),
     ],
 )
-def test_prove_hints_at_equal_values_on_two_stages(world: World, kind: str, named: str) -> None:
+def test_prove_hints_at_undeclared_tie_if_two_stages_have_equal_values(world: World, kind: str, named: str) -> None:
     proof, layouts = results(world, kind)
     assert proof.is_correct, proof
     (hint,) = proof.hints
@@ -175,7 +175,7 @@ def test_infer_finds_replicas_of_context_parallel_model(world: World) -> None:
         assert set(layout.rules.values()) == {P()}
 
 
-def test_infer_finds_rules_if_only_the_role_of_an_axis_is_wrong(world: World) -> None:
+def test_infer_returns_rules_and_advises_role_if_only_axis_role_is_wrong(world: World) -> None:
     """The name `sequence` has no default role, so that the axis is a model axis, along which losses must be equal."""
     for proof, layout, _ in world.run(2, context_parallel, "sequence"):
         assert [finding.name for finding in proof.findings] == ["the forward"]
@@ -195,7 +195,7 @@ def test_infer_returns_no_rules_if_another_role_does_not_help(world: World) -> N
 
 
 @pytest.mark.parametrize("kind", ["stale", "other values"])
-def test_stale_replica_along_context_axis_is_a_finding_or_a_hint(world: World, kind: str) -> None:
+def test_prove_reports_diverged_replica_along_context_axis_and_infer_shards_it(world: World, kind: str) -> None:
     for proof, layout, _ in world.run(2, context_parallel, "cp", kind):
         (finding,) = proof.findings
         assert (finding.name, finding.cause, finding.axes) == ("head.weight", "copies differ", ("cp",))

@@ -83,7 +83,7 @@ def test_accelerate_wrapper_of_another_optimizer_is_ignored() -> None:
     assert around_another.param_groups
 
 
-def test_trainer_with_max_grad_norm_raises() -> None:
+def test_step_in_transformers_trainer_with_max_grad_norm_raises() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     trainer = Trainer(AcceleratedOptimizer(optimizer), 0.5)

@@ -359,7 +359,7 @@ def two_rates_run(mode: Any, several: bool) -> tuple[Tensor, list[float]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_optimizers_match_one_with_two_groups_bitwise(world: World, mode: Any) -> None:
+def test_two_boosted_optimizers_match_one_with_two_param_groups_bitwise(world: World, mode: Any) -> None:
     for (mine, norms), (its, expected) in zip(
         world.run(2, two_rates_run, mode, True), world.run(2, two_rates_run, mode, False), strict=True
     ):

@@ -95,7 +95,7 @@ def test_boost_rejects_invalid_arguments(
         boost(**changes())
 
 
-def test_constructor_names_boost_for_a_model() -> None:
+def test_booster_constructor_with_model_raises_and_suggests_boost() -> None:
     with pytest.raises(TypeError, match=r"model= is an argument of neither .*: write booster.boost\(model, optimizer"):
         Booster(model=classifier())  # type: ignore[call-overload]
 
@@ -139,7 +139,7 @@ def without_elements() -> dict[str, Any]:
         (without_elements, r"0.weight is on the meta device and has no elements; call model.to_empty\(device="),
     ],
 )
-def test_model_that_cannot_be_moved_to_gpu_is_rejected(changes: Callable[[], dict[str, Any]], message: str) -> None:
+def test_boost_rejects_model_that_cannot_be_moved_to_gpu(changes: Callable[[], dict[str, Any]], message: str) -> None:
     given = changes()
     before = [param.device for param in given["model"].parameters()]
     with mock.patch.object(ProcessGroupRegistry, "device", CUDA), pytest.raises(ValueError, match=message):

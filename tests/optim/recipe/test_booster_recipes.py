@@ -119,7 +119,7 @@ def size() -> int:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("precision", "data_parallel"), [("fp32", "ddp"), ("fp16", "zero1"), ("fp16", "ddp")])
-def test_recipe_on_two_ranks_has_loss_curve_of_one_process(
+def test_booster_recipe_on_two_ranks_has_loss_curve_of_one_process(
     recipe: Callable[[Mode, Any], list[float]], precision: Mode, data_parallel: Any, world: World
 ) -> None:
     one = torch.tensor(recipe(precision, data_parallel))
@@ -128,7 +128,7 @@ def test_recipe_on_two_ranks_has_loss_curve_of_one_process(
     torch.testing.assert_close(two, one, rtol=2e-5 if precision == "fp32" else 5e-3, atol=1e-4)
 
 
-def test_clipping_recipe_matches_plain_torch() -> None:
+def test_booster_clipping_recipe_matches_plain_torch() -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=5e-4)
     schedule = torch_lr.CosineAnnealingLR(optimizer, 12)
@@ -146,7 +146,7 @@ def test_clipping_recipe_matches_plain_torch() -> None:
     assert gradient_clipping("fp32", "ddp") == pytest.approx(losses, rel=1e-5)
 
 
-def test_boost_with_model_only_casts_model_and_returns_none_otherwise() -> None:
+def test_boost_without_optimizer_casts_model_and_returns_none_for_other_objects() -> None:
     model, *others = Booster("bf16").boost(classifier())
     assert others == [None] * 4
     assert model(torch.ones(2, 6)).dtype == torch.bfloat16

@@ -120,7 +120,7 @@ def test_clipping_called_per_micro_batch_clips_once_per_window(way: str, micro_b
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_torch_still_warns_if_schedule_steps_before_optimizer() -> None:
+def test_boosted_schedule_stepped_before_optimizer_warns_as_in_torch() -> None:
     model = classifier()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, _, _, schedule = Booster().boost(model, sgd, lr_scheduler=torch_lr.StepLR(sgd, 2))

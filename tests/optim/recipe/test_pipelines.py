@@ -272,7 +272,7 @@ def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:
         return ""
 
 
-def test_schedule_that_divides_gradients_twice_raises_on_every_rank(world: World) -> None:
+def test_pipeline_schedule_that_divides_gradients_twice_raises_on_every_rank(world: World) -> None:
     cases: list[tuple[Kind, bool, int]] = [("1f1b", True, 1), ("1f1b", False, 2)]
     cases += [("zbv", False, 1), ("zbv", True, 1)] if ZBV_RUNS else []
     right, accumulated, *in_a_v = world.run_each(error_of_torchs_division, [(2, case) for case in cases])

@@ -52,7 +52,7 @@ def test_skipped_step_after_milestone_holds_sequential_schedule() -> None:
         lambda optimizer: [LinearWarmupLR(optimizer, 9, 2), CosineAnnealingLR(optimizer, 6)],
     ],
 )
-def test_chained_scheduler_with_meshstep_schedule_is_rejected(
+def test_chained_scheduler_of_several_schedules_with_meshstep_schedule_is_rejected(
     others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
 ) -> None:
     says = (
@@ -73,6 +73,6 @@ class DecayedCosine(WarmupLR):
         return 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2
 
 
-def test_warmup_lr_subclass_with_product_as_decay_gives_product_of_rates() -> None:
+def test_warmup_lr_subclass_with_product_decay_gives_product_of_two_schedules() -> None:
     product = [2 * 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
     assert rates(DecayedCosine, [1.0] * 6) == pytest.approx(product)

@@ -108,7 +108,7 @@ def test_cosine_annealing_lr_without_warmup_matches_torch() -> None:
     assert trace(schedule, 5) == [[0.01, 0.01]] * 5
 
 
-def test_learning_rate_tensor_is_changed_in_place() -> None:
+def test_schedule_changes_learning_rate_tensor_in_place() -> None:
     rate = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate)
     schedule = LinearWarmupLR(optimizer, 10, 4)

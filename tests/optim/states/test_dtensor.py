@@ -105,5 +105,5 @@ def stepped_by_a_trainer() -> float:
         return float(optimizer.optimizer.state[stepped]["step"]) - before
 
 
-def test_gradient_that_other_code_sets_on_local_parameter_is_kept(world: World) -> None:
+def test_zero_gradient_set_by_other_code_on_stepped_tensor_is_stepped(world: World) -> None:
     assert world.run(2, stepped_by_a_trainer) == [1.0, 1.0]

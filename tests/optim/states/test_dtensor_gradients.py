@@ -168,7 +168,9 @@ def eval_placements(text: str) -> list[Any]:
         ("R0", "PR"), ("R0", "P0"), ("01", "RR"), ("10", "R0"), ("00", "0R"), ("00", "RR"), ("0R", "PP"), ("01", "PP"),
     ],
 )  # fmt: skip
-def test_gradient_is_redistributed_to_layout_of_parameter(world: World, of_param: str, of_grad: str) -> None:
+def test_dtensor_gradient_is_redistributed_to_placements_of_parameter(
+    world: World, of_param: str, of_grad: str
+) -> None:
     axes: Axes = (("data", 2), ("tensor", 2))[2 - len(of_param) :]
     for steps in world.run(2 * len(axes), stepped, axes, of_param, [[of_grad], [of_grad]]):
         for number, values in enumerate(steps, 1):
@@ -178,7 +180,7 @@ def test_gradient_is_redistributed_to_layout_of_parameter(world: World, of_param
 
 
 @pytest.mark.parametrize("of_param", ["R", "0"])
-def test_gradient_may_change_from_partial_to_complete_between_steps(world: World, of_param: str) -> None:
+def test_dtensor_gradient_may_change_between_partial_and_replicated_across_steps(world: World, of_param: str) -> None:
     steps: list[list[str | None]] = [["P"], ["R"], [None, "P"], ["P"]]
     expected = [1.0, 2.0, 2.5, 3.5]
     for found in world.run(2, stepped, (("tensor", 2),), of_param, steps):
@@ -255,7 +257,7 @@ def test_missing_specs_unequal_replicas_and_unsupported_gradients_are_rejected(
         assert found.endswith(f"weights {weight}")
 
 
-def test_gradient_that_becomes_partial_raises_on_its_ranks_and_skips_on_others(world: World) -> None:
+def test_dtensor_gradient_that_becomes_partial_raises_on_its_ranks_and_skips_elsewhere(world: World) -> None:
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:

@@ -320,7 +320,7 @@ def states_of_shards() -> list[list[int]]:
         return [adam.state[param]["exp_avg"].view(torch.int16).tolist() for param in params.values()]
 
 
-def test_shards_draw_different_random_bits_and_replicas_equal_ones(world: World) -> None:
+def test_half_states_round_differently_on_shards_and_equally_on_replicas(world: World) -> None:
     (shard, replica), (other_shard, other_replica) = world.run(2, states_of_shards)
     assert len({*shard}) > 1, "all values are representable, so nothing was rounded"
     assert shard != other_shard

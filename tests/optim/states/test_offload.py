@@ -148,7 +148,7 @@ def test_offloaded_bucket_is_stepped_while_next_bucket_is_copied() -> None:
 
 
 @pytest.mark.parametrize(("kind", "states"), [("adamw, not fused", ()), ("adamw", (HalfStates(),))])
-def test_optimizer_with_own_step_counts_is_called_once_for_all_buckets(
+def test_unfused_or_half_state_optimizer_is_called_once_for_all_offload_buckets(
     kind: str, states: tuple[StatePlacement, ...]
 ) -> None:
     done = order_of_a_step(kind, states)
@@ -183,7 +183,7 @@ def test_clipping_with_offload_is_bitwise_identical_to_without_offload(how: str)
     assert_same(*found)
 
 
-def test_offload_of_half_keeps_at_most_half_on_device() -> None:
+def test_offload_fraction_half_keeps_at_most_half_of_elements_on_device() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -233,7 +233,7 @@ def test_overflow_with_offload_keeps_weights_masters_and_states() -> None:
     assert_same([value for state in optimizer.state.values() for value in state.values()], states)
 
 
-def test_weights_written_with_offload_are_used_in_fp32_and_raise_in_bf16() -> None:
+def test_offloaded_step_uses_weights_written_elsewhere_in_fp32_and_raises_in_bf16() -> None:
     found = []
     for offload in (None, 1.0):
         model, optimizer = build("fp32", offload=offload)
@@ -363,7 +363,7 @@ class WithModes(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_change_of_mode_does_not_make_the_step_reload_weights(precision: Any) -> None:
+def test_optimizer_train_and_eval_do_not_make_offloaded_step_reload_weights(precision: Any) -> None:
     results = []
     for changes in (True, False):
         with ProcessGroupRegistry(Topology()) as registry:

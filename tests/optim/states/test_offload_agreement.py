@@ -61,7 +61,7 @@ def test_ranks_offload_the_same_replicas_and_at_least_the_fraction(world: World,
         assert not problems, f"{problems} in {case}"
 
 
-def test_drawn_offload_cases_contain_every_kind_of_layout() -> None:
+def test_drawn_offload_cases_cover_owned_tied_zero_and_added_parameters() -> None:
     cases = [offload_case(number) for number in range(150)]
     specs = [case.setting.at.spec(name) for case in cases for name in MODEL]
     assert any(spec.owned for spec in specs)
@@ -97,7 +97,7 @@ def test_tied_parameters_with_different_names_are_offloaded_on_both_stages(world
     assert found == [["embedding"], ["head", "own"]]
 
 
-def test_replica_beside_an_owned_parameter_is_offloaded_on_all_ranks(world: World) -> None:
+def test_replica_beside_owner_only_parameter_is_offloaded_on_all_ranks(world: World) -> None:
     sizes = [{"weight": 6, "norm": 3}, {"weight": 6, "norm": 3, "bias": 7}]
     specs = {"weight": P("tensor"), "norm": P(), "bias": P(owned={"tensor": 1})}
     assert [offloaded([*of_rank.values()], 0.6) for of_rank in sizes] == [[0], [1, 2]]  # without an agreement
@@ -105,7 +105,7 @@ def test_replica_beside_an_owned_parameter_is_offloaded_on_all_ranks(world: Worl
     assert found == [["norm", "weight"], ["bias", "norm"]]  # the shards of the weight are no replicas
 
 
-def test_shards_without_replicas_are_chosen_by_each_rank_alone(world: World) -> None:
+def test_each_rank_alone_chooses_which_shards_without_replicas_it_offloads(world: World) -> None:
     """A rank does not offload more because other data ranks hold other parts of the same parameters."""
     sizes = {"a": 30, "b": 14, "c": 9, "d": 11}
     placements = Sharded("data"), Offloaded(0.5)
@@ -134,7 +134,7 @@ def gathers(fraction: float) -> int:
         return agree.call_count
 
 
-def test_ranks_agree_once_and_only_on_a_fraction_between_0_and_1(world: World) -> None:
+def test_offload_agreement_gathers_once_and_only_for_fractions_between_0_and_1(world: World) -> None:
     assert [world.run(2, gathers, fraction) for fraction in (0.0, 0.5, 1.0)] == [[0, 0], [1, 1], [0, 0]]
 
 
@@ -193,7 +193,7 @@ def error_of_each() -> str:
         return "no error"
 
 
-def test_error_of_an_earlier_transform_on_one_rank_is_raised_on_all(world: World) -> None:
+def test_error_in_earlier_param_transform_on_one_rank_is_raised_on_all_ranks(world: World) -> None:
     assert world.run(2, error_of_each) == [
         "RuntimeError: rank 1: MemoryError: no memory for shards",
         "MemoryError: no memory for shards",

@@ -93,7 +93,7 @@ def other_world() -> Iterator[World]:
     pool.close()
 
 
-def test_new_processes_resume_every_precision_bitwise_identically(
+def test_run_resumed_in_new_processes_is_bitwise_identical_in_every_precision(
     world: World, other_world: World, tmp_path: Path
 ) -> None:
     first, second = world.run(2, start, tmp_path), other_world.run(2, go_on, tmp_path)
@@ -164,7 +164,7 @@ def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
         return results
 
 
-def test_state_of_another_precision_is_rejected(world: World) -> None:
+def test_state_dict_of_another_precision_mode_is_rejected(world: World) -> None:
     for results in world.run(2, cross):
         for (source, target), (error, changed) in results.items():
             assert error, f"{source} loads into {target}"

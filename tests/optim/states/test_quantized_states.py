@@ -50,7 +50,7 @@ def stepped(topology: Topology, package: str, how: str) -> Tensor:
 
 @pytest.mark.parametrize("topology", [SPLIT, SHARDED], ids=str)
 @pytest.mark.parametrize("package", ["stand-in", "bitsandbytes", "torchao"])
-def test_quantized_states_on_shards_differ_from_single_process_but_not_with_whole(
+def test_quantized_states_on_shards_differ_from_single_process_unless_wrapped_by_whole(
     world: World, package: str, topology: Topology
 ) -> None:
     if package != "stand-in":

@@ -127,13 +127,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "mode", "declared"), CASES)
-def test_gradual_unfreezing_equals_torch_optimizer(world: World, how: str, mode: str, declared: bool) -> None:
+def test_gradual_unfreezing_with_refresh_matches_torch_optimizer(
+    world: World, how: str, mode: str, declared: bool
+) -> None:
     bound = 1e-12 if mode == "float64" else 2**-6
     for of_rank in world.run(4, run, how, mode, declared):
         assert max(max(step.values()) for step in of_rank) < bound
 
 
-def test_unfreezing_without_refresh_differs_from_torch_optimizer(world: World) -> None:
+def test_gradual_unfreezing_run_without_refresh_raises(world: World) -> None:
     """Negative control of the comparison: without the call the run ends with an error."""
     with pytest.raises(Exception, match=r"call optimizer\.refresh"):
         world.run(4, run, "whole", "float64", True, False)
@@ -218,7 +220,7 @@ def group_added_after_unfreezing() -> Tensor:
         return torch.stack([*params.values()]).detach()[:, 0]
 
 
-def test_add_param_group_includes_unfrozen_parameters(world: World) -> None:
+def test_add_param_group_after_unfreezing_also_steps_unfrozen_parameters(world: World) -> None:
     for found in world.run(2, group_added_after_unfreezing):
         assert found.tolist() == [-1.0, -1.0, -0.5]
 
@@ -306,7 +308,7 @@ def wrong_refreshes() -> list[str]:
     return found
 
 
-def test_invalid_refresh_raises_on_every_rank(world: World) -> None:
+def test_invalid_refresh_call_raises_on_every_rank(world: World) -> None:
     for in_window, on_one_rank, beside_ddp, without_spec in world.run(2, wrong_refreshes):
         assert "refresh() was called after 1 micro-batches" in in_window
         assert "rank 1 has [b: P(), shape (3), float32, param group 0, frozen]" in on_one_rank

@@ -70,7 +70,7 @@ def written(mode: str, states: tuple[StatePlacement, ...], reload: bool) -> floa
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_reload_from_model_accepts_weights_written_through_data(world: World, states: str) -> None:
+def test_reload_from_model_accepts_weights_written_through_param_data(world: World, states: str) -> None:
     for mode in MODES:
         for off in world.run(2, written, mode, STATES[states], True):
             if isinstance(off, str):
@@ -80,7 +80,9 @@ def test_reload_from_model_accepts_weights_written_through_data(world: World, st
 
 
 @pytest.mark.parametrize(("mode", "states"), [("bf16", "whole"), ("fp32", "offload"), ("bf16", "ZeRO-2")])
-def test_weights_written_through_data_are_lost_without_reload(world: World, mode: str, states: str) -> None:
+def test_weights_written_through_param_data_are_lost_without_reload_from_model(
+    world: World, mode: str, states: str
+) -> None:
     """docs/reference/LIMITS.md documents this limit."""
     assert all(isinstance(off, float) and off > 0.5 for off in world.run(2, written, mode, STATES[states], False))
 

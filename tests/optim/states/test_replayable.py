@@ -52,7 +52,7 @@ def everything(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps", [1, 3])
-def test_replay_gives_same_update_and_changes_nothing(make: Make, steps: int) -> None:
+def test_replay_reproduces_last_update_and_changes_nothing(make: Make, steps: int) -> None:
     optimizer = alone(make)
     for _ in range(steps):
         step_of(optimizer)
@@ -84,7 +84,7 @@ def test_replay_after_skipped_step_checks_update_before_it() -> None:
     assert replay(optimizer) == ["b: parameter"]
 
 
-def test_step_frees_old_copies_before_it_makes_new_ones() -> None:
+def test_replayable_step_frees_old_input_copies_before_making_new_ones() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     (recorder,) = (found for found in optimizer.transforms.transforms if isinstance(found, UpdateRecorder))
     alive = list[int]()
@@ -179,7 +179,7 @@ def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: 
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 
-def test_replayable_can_be_pickled_and_copied_optimizer_replays() -> None:
+def test_replayable_can_be_pickled_and_deepcopied_optimizer_can_replay() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     assert pickle.loads(pickle.dumps(Replayable())) == Replayable()

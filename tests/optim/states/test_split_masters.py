@@ -144,7 +144,7 @@ def test_split_masters_match_float32_masters_with_other_elementwise_optimizers(k
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_second_wrapper_of_optimizer_uses_new_remainders(kernels: Kernels) -> None:
+def test_second_parallel_optimizer_with_split_masters_uses_new_remainders(kernels: Kernels) -> None:
     """The kernels cache memory addresses.
 
     The second wrapper must not use the addresses of the first wrapper's remainders.
@@ -214,7 +214,7 @@ def two_optimizers(is_split: bool) -> Bits:
         return everything(model, optimizer)
 
 
-def test_buckets_of_split_masters_have_one_device_also_after_an_empty_weight() -> None:
+def test_bucket_of_split_masters_contains_one_device_even_after_empty_weight() -> None:
     """`Offloaded` leaves empty shards on the device and moves the others to the CPU."""
     devices = [torch.device("meta"), torch.device("cpu"), torch.device("meta")]
     weights = [
@@ -563,7 +563,9 @@ VISIBLE = ["copy_", "mask", "negative zeros", "load_state_dict", "load_checkpoin
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_remainders_of_written_weights_are_dropped(world: World, states: str, kernels: Kernels, tmp_path: Path) -> None:
+def test_split_masters_drop_remainders_of_weights_written_by_other_code(
+    world: World, states: str, kernels: Kernels, tmp_path: Path
+) -> None:
     for how in VISIBLE:
         if "half states" in states and how != "mask":
             continue
@@ -575,7 +577,9 @@ def test_remainders_of_written_weights_are_dropped(world: World, states: str, ke
 
 @pytest.mark.parametrize("states", ["whole", "ZeRO-1", "ZeRO-2"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_zeros_written_through_data_do_not_become_nan(world: World, states: str, kernels: Kernels) -> None:
+def test_zeros_written_through_param_data_stay_finite_with_split_masters(
+    world: World, states: str, kernels: Kernels
+) -> None:
     for had, finite, _ in world.run(2, stepped_from_written, ".data", states, kernels, ""):
         assert had
         assert finite
@@ -652,7 +656,7 @@ def test_weights_written_before_first_three_steps_warn_in_the_third() -> None:
     optimizer.registry.close()
 
 
-def test_written_weights_in_captured_step_raise() -> None:
+def test_weights_written_before_captured_step_raise_with_split_masters() -> None:
     weight, optimizer = one_weight()
     transform = next(transform for transform in optimizer._states.transforms if isinstance(transform, SplitMasters))
     optimizer._window.captured = True
@@ -685,7 +689,7 @@ def tied_masters(path: str, is_split: bool) -> Tensor:
         return masters_of(optimizer)[0].clone()
 
 
-def test_float32_masters_halfway_between_bfloat16_load_unchanged_as_split_masters(tmp_path: Path) -> None:
+def test_float32_masters_halfway_between_bfloat16_values_load_unchanged_as_split_masters(tmp_path: Path) -> None:
     written = tied_masters(str(tmp_path), False)
     assert torch.equal(tied_masters(str(tmp_path), True), written)
 

@@ -88,7 +88,7 @@ def test_adding_observer_twice_raises() -> None:
         optimizer.add_observer(observer)
 
 
-def test_observer_is_called_after_param_group_is_added() -> None:
+def test_observer_stays_registered_after_param_group_is_added() -> None:
     optimizer, observer = one_optimizer(), StepObserver()
     optimizer.add_observer(observer)
     new = nn.Linear(1, 1)

@@ -78,7 +78,7 @@ def test_setting_that_differs_on_one_of_four_ranks_is_named_in_error(other: int)
         check_all_say_the_same([{"lr": rate} for rate in rates])
 
 
-def test_equivalent_spellings_of_a_setting_are_accepted(world: World) -> None:
+def test_equivalent_values_of_max_norm_on_two_ranks_are_accepted(world: World) -> None:
     assert world.run(2, told, "max_norm", (1, ByNorm(1.0))) == ["no error"] * 2
 
 
@@ -225,7 +225,7 @@ def added_later() -> str:
         return ", ".join(map(str, caught.value.mismatches))
 
 
-def test_added_parameters_are_compared_in_their_first_step(world: World) -> None:
+def test_diverged_added_parameter_raises_in_its_first_step(world: World) -> None:
     assert world.run(2, added_later) == ["b: the parameter differs along axis 'data'"] * 2
 
 
@@ -239,6 +239,6 @@ def test_replica_check_in_single_process_passes() -> None:
         assert float(stats.total_norm) == pytest.approx(4.0)
 
 
-def test_describe_ignores_the_order_of_dict_entries_with_keys_of_several_types() -> None:
+def test_describe_ignores_order_of_dict_entries_with_keys_of_mixed_types() -> None:
     assert describe({1: 2, "a": 3}) == describe({"a": 3, 1: 2})
     assert describe({1: 2, "a": 3}) != describe({1: 2, "a": 4})

@@ -178,12 +178,14 @@ def continued(way: str, path: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("way", ["state", "checkpoint", "torch's states", "copy"])
-def test_count_of_rejected_steps_is_restored(world: World, tmp_path: Path, way: str) -> None:
+def test_commit_rejection_count_is_restored_from_state_dict_checkpoint_and_copy(
+    world: World, tmp_path: Path, way: str
+) -> None:
     for counts in world.run(2, continued, way, tmp_path):
         assert counts == [(4, 3), (4, 3), (5, 4)][: len(counts)]
 
 
-def test_state_without_count_of_rejected_steps_loads_as_zero(world: World, tmp_path: Path) -> None:
+def test_older_state_dict_without_commit_rejection_count_loads_as_zero(world: World, tmp_path: Path) -> None:
     assert world.run(2, continued, "older state", tmp_path) == [[(4, 3), (4, 0), (5, 1)]] * 2
 
 
@@ -247,7 +249,7 @@ def test_hold_on_skip_holds_schedule_on_rejected_step() -> None:
     assert rates == [0.05, 0.05, 0.05, 0.005]
 
 
-def test_stats_name_rejection_as_reason_of_skip() -> None:
+def test_stats_name_commit_rejection_as_reason_of_skip() -> None:
     assert str(step_of(alone(commit=lambda: False))).endswith("skipped (rejected by commit)")
 
 

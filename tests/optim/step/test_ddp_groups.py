@@ -158,7 +158,7 @@ def checked_groups_of_megatron() -> None:
             MegatronGradSync(AsInMegatron(registry.group("tensor"))).check_groups(registry)
 
 
-def test_data_parallel_group_of_megatron_must_match_data_axes(world: World) -> None:
+def test_megatron_data_parallel_group_that_differs_from_data_axes_raises(world: World) -> None:
     world.run(4, checked_groups_of_megatron)
 
 

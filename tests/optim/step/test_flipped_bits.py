@@ -69,7 +69,7 @@ WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
-def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
+def test_fingerprints_name_tensor_with_flipped_bit_and_skip_steps(world: World, name: str, what: What) -> None:
     """The lowest mantissa bit is flipped in a step that compares replicas. The error is raised ``lag`` steps later."""
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # a rank that holds the shard
@@ -87,7 +87,7 @@ def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, na
 
 
 @pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
-def test_model_weight_with_flipped_bit_is_named_with_zero1_or_master_weights(world: World, name: str) -> None:
+def test_fingerprints_name_model_weight_with_flipped_bit_with_zero1_or_masters(world: World, name: str) -> None:
     """The bit is flipped in the model's parameter: with ZeRO-1 on a rank that steps no shard of it, with bf16 masters
     beside its master weight."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
@@ -96,7 +96,7 @@ def test_model_weight_with_flipped_bit_is_named_with_zero1_or_master_weights(wor
         assert kept
 
 
-def test_bit_flipped_between_comparisons_is_found_in_next_comparison(world: World) -> None:
+def test_fingerprints_find_bit_flipped_between_comparisons_in_next_comparison(world: World) -> None:
     """In the next comparison, moments and gradients differ too, and the error lists all of them."""
     for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1, LAG):
         assert ("matrix", "data", "state exp_avg", (0, 1)) in found
@@ -118,7 +118,7 @@ def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
 
 
 @random_cases(flips(), 60)
-def test_random_flipped_bit_in_any_replica_is_found(
+def test_fingerprints_find_random_flipped_bit_in_any_replica(
     world: World, drawn: list[tuple[str, What, str, int, int, int]]
 ) -> None:
     """Any of the 32 bits may be flipped; 0, 22, 30 and 31 are drawn more often. If the flip makes a gradient
@@ -256,7 +256,9 @@ def polled(what: str) -> str:
     ("what", "when"),
     [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
 )
-def test_flipped_bit_is_reported_by_poll_in_raise_mode_and_after_loading(world: World, what: str, when: str) -> None:
+def test_fingerprints_report_flipped_bit_in_poll_in_raise_mode_and_after_load(
+    world: World, what: str, when: str
+) -> None:
     """Loading a state starts a new comparison."""
     told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, without a majority"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2

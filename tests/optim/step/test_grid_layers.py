@@ -126,7 +126,7 @@ def one_parameter() -> tuple[tuple[str, ...], str, int]:
         return LogicalParameters(model, registry).names, "".join(pieces), len(pieces)
 
 
-def test_head_weight_sharded_on_diagonal_ranks_is_one_logical_parameter(world: World) -> None:
+def test_weight_held_by_diagonal_ranks_counts_as_one_logical_parameter(world: World) -> None:
     dense = Lm(None, None, 6, False)
     names, places, counts = zip(*world.run(4, one_parameter), strict=True)
     assert all(set(found) == dict(dense.named_parameters()).keys() for found in names)
@@ -184,9 +184,7 @@ def copies_differ(topology: Topology, axis: str) -> tuple[str, bool]:
     ("topology", "axis"),
     [(Topology(weight=2, input=2, output=2), "weight"), (Topology(data=2, input=2, weight=1, output=2), "data")],
 )
-def test_diverged_replicas_of_weight_stored_where_input_equals_output_coordinate_are_found(
-    world: World, topology: Topology, axis: str
-) -> None:
+def test_replica_check_finds_diverged_weight_on_diagonal_ranks(world: World, topology: Topology, axis: str) -> None:
     text = f"head.weight: the parameter differs along axis '{axis}'"
     assert world.run(8, copies_differ, topology, axis) == [(text, True), (text, False), (text, False), (text, True)] * 2
 

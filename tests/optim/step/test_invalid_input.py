@@ -126,7 +126,7 @@ def mistake(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_invalid_construction_raises_on_every_rank(world: World, name: str) -> None:
+def test_invalid_optimizer_construction_raises_on_every_rank(world: World, name: str) -> None:
     messages = world.run(4, mistake, name)
     for message in messages:
         assert re.search(MISTAKES[name][1], message), message

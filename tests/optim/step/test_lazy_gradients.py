@@ -168,7 +168,7 @@ def test_norm_of_zero_gradient_without_memory_is_zero() -> None:
     assert float(clip_grad_norm_([param], 0.7, registry).total_norm) == 0.0
 
 
-def test_digest_uses_values_of_lazy_negative_tensor() -> None:
+def test_tensor_digest_uses_values_of_lazy_negative_tensor() -> None:
     tensor = values()
     assert digest(torch._neg_view(tensor)) == digest(-tensor) != digest(tensor)
 

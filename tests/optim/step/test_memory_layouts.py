@@ -262,7 +262,7 @@ def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
+def test_memory_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
     """Replicas on other ranks may have no gaps, and must get bitwise equal updates. The same holds for the other
     parameters of the rank."""
     found = []
@@ -283,7 +283,7 @@ def test_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_contiguous_gradients_of_first_steps_are_laid_out_as_their_parameters(name: str) -> None:
+def test_first_steps_of_non_contiguous_parameters_with_contiguous_gradients_match_contiguous_run(name: str) -> None:
     """Fused kernels ignore strides. Dampened SGD makes its first step on another path."""
     results = []
     for lying in (True, False):

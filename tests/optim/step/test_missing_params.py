@@ -100,7 +100,7 @@ def test_on_missing_params_warn_warns_instead_of_raising(world: World) -> None:
         assert text.startswith(f"{MISSING} rank 1: head.weight, head.bias. ")
 
 
-def test_on_missing_params_must_be_raise_or_warn() -> None:
+def test_on_missing_params_rejects_values_other_than_raise_and_warn() -> None:
     with pytest.raises(ValueError, match="on_missing_params='ignore': give 'raise' or 'warn'"):
         ParallelOptimizer(adamw(Net()), ProcessGroupRegistry(Topology(data=1)), on_missing_params="ignore")  # type: ignore[call-overload]
 

@@ -120,7 +120,7 @@ def test_optimizers_with_missing_shard_gradients_match_dense_model(world: World,
     ids=str,
 )
 @pytest.mark.default_cases(8)
-def test_placements_and_options_with_missing_shard_gradients_match_dense_model(
+def test_state_placements_and_options_with_missing_shard_gradients_match_dense_model(
     world: World, mesh: str, options: dict[str, Any]
 ) -> None:
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)

@@ -137,7 +137,7 @@ def test_compiled_update_after_tensors_changed_between_steps_matches_torch(chang
 
 
 @pytest.mark.parametrize("betas", [(0.7, 0.95), [0.7, 0.95], torch.tensor([0.7, 0.95], dtype=torch.float64)])
-def test_betas_can_be_tuple_list_or_tensor(betas: Any) -> None:
+def test_compiled_update_accepts_betas_as_tuple_list_or_tensor(betas: Any) -> None:
     model = model_of()
     optimizer = of(model, MAKE["AdamW"])
     optimizer.param_groups[0]["betas"] = betas

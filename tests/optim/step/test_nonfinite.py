@@ -124,13 +124,13 @@ def skip_in_two_rows(most: int) -> tuple[str, int]:
         return "no error", optimizer.skipped_steps
 
 
-def test_applied_step_resets_count_of_skipped_steps(world: World) -> None:
+def test_applied_step_resets_count_of_consecutive_skips(world: World) -> None:
     assert world.run(2, skip_in_two_rows, 4) == [("no error", 6)] * 2
     for message, _ in world.run(2, skip_in_two_rows, 3):
         assert message.startswith("3 steps in a row were skipped")
 
 
-def test_error_of_first_step_comes_exactly_16_steps_late() -> None:
+def test_error_about_skipped_first_step_is_raised_exactly_16_steps_later() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(2, 1)
         declare(model, {"*": P()})

@@ -83,7 +83,7 @@ def errors_of_options() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_option_of_wrong_type_is_rejected_on_all_ranks(world: World) -> None:
+def test_optimizer_option_of_wrong_type_is_rejected_on_all_ranks(world: World) -> None:
     for rank, found in enumerate(world.run(2, errors_of_options)):
         for name, (_, kind, text) in OPTIONS.items():
             assert name in found, f"{name} was accepted on rank {rank}"
@@ -119,7 +119,7 @@ def test_max_norm_accepts_int_float_and_tensor(max_norm: Any) -> None:
     ],
     ids=["setter", "explicit", "value", "function", "group"],
 )
-def test_threshold_of_wrong_type_set_later_is_rejected(
+def test_clip_threshold_of_wrong_type_set_after_construction_is_rejected(
     change: Callable[[ParallelOptimizer[Any]], object], text: str
 ) -> None:
     model = small()

@@ -245,7 +245,7 @@ def test_error_on_one_rank_skips_step_on_all_ranks(world: World, case: str) -> N
 
 
 @pytest.mark.parametrize("case", SKIPPED)
-def test_run_without_error_takes_all_steps(world: World, case: str) -> None:
+def test_run_without_planted_error_applies_all_steps(world: World, case: str) -> None:
     for results, _, skipped in world.run(2, run_case, case, False, BAD + 2):
         assert results == ["moved"] * (BAD + 2)
         assert skipped == 0
@@ -343,7 +343,7 @@ def run_left(case: str, later: bool) -> tuple[list[str], list[float], int]:
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_later_steps_are_skipped_if_one_rank_left_a_step(world: World, case: str) -> None:
+def test_steps_after_a_step_that_raised_on_one_rank_only_are_skipped(world: World, case: str) -> None:
     """Otherwise, a rank that catches the error would step with gradients of another step, or with other weights."""
     _, text, is_after_decision = LEFT[case]
     (first, *_), (last, *_) = world.run(2, run_left, case, is_after_decision)
@@ -462,7 +462,7 @@ def test_weights_written_on_one_rank_skip_steps_on_all_ranks(world: World, kerne
 
 
 @pytest.mark.parametrize("place", ["local", "reduced", "before update", "after update"])
-def test_failing_observer_of_single_rank_raises(place: str) -> None:
+def test_observer_error_in_single_process_is_raised_and_next_step_succeeds(place: str) -> None:
     a, failing = nn.Parameter(torch.ones(4)), FailingObserver(place)
     annotate(a, P(), "a")
     optimizer = ParallelOptimizer(adamw([a]), ProcessGroupRegistry(Topology()))
@@ -483,7 +483,7 @@ def observed_updates(place: str, options: dict[str, Any]) -> tuple[list[str], li
 
 @pytest.mark.parametrize("options", [{}, {"options": {"states": Sharded("data")}}, FP16], ids=["plain", "ZeRO", "fp16"])
 @pytest.mark.parametrize("place", ["before update", "after update"])
-def test_error_of_update_observer_on_one_rank_omits_no_update(
+def test_observer_error_around_update_on_one_rank_skips_no_update(
     world: World, place: str, options: dict[str, Any]
 ) -> None:
     (first, values, skipped), (last, other_values, also_skipped) = world.run(2, observed_updates, place, options)
@@ -526,7 +526,7 @@ def changed_rule(case: str, everywhere: bool) -> tuple[list[str], list[float], i
 
 
 @pytest.mark.parametrize("case", RULES)
-def test_rule_of_one_rank_with_another_collective_skips_step(world: World, case: str) -> None:
+def test_clip_rule_that_needs_another_collective_on_one_rank_skips_step(world: World, case: str) -> None:
     (first, values, skipped), (last, other_values, _) = world.run(2, changed_rule, case, False)
     assert first == last
     assert [step for step, text in enumerate(first) if text != "moved"] == [BAD, BAD + LAG]
@@ -537,7 +537,7 @@ def test_rule_of_one_rank_with_another_collective_skips_step(world: World, case:
 
 
 @pytest.mark.parametrize("case", RULES)
-def test_rule_changed_on_all_ranks_takes_all_steps(world: World, case: str) -> None:
+def test_clip_rule_changed_on_all_ranks_skips_no_step(world: World, case: str) -> None:
     (first, values, skipped), (last, other_values, _) = world.run(2, changed_rule, case, True)
     assert first == last == ["moved"] * (BAD + LAG + 2)
     assert values == other_values

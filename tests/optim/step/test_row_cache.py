@@ -49,14 +49,14 @@ CHANGES: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_signature_detects_other_dtype_device_shape_strides_class_or_layout(change: str) -> None:
+def test_tensor_signature_detects_changed_dtype_device_shape_strides_class_or_layout(change: str) -> None:
     signature = Signature([base(), torch.ones(3)])
     assert signature.fits([base(), torch.ones(3)])
     assert signature.fits([torch.ones(3, 4, 3, 3)[1:], torch.ones(3)])  # another address does not matter
     assert not signature.fits([CHANGES[change](), torch.ones(3)])
 
 
-def test_signature_does_not_match_another_number_of_tensors() -> None:
+def test_tensor_signature_does_not_match_another_number_of_tensors() -> None:
     signature = Signature([base()])
     assert not any([signature.fits([]), signature.fits([base(), base()]), signature.fits([None])])
     assert Signature([]).fits([])
@@ -78,7 +78,7 @@ def step(param: nn.Parameter, optimizer: ParallelOptimizer[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD, Nesterov", "Adagrad"])
-def test_memory_behind_parameter_replaced_by_smaller_one_is_not_written(name: str, dtype: torch.dtype) -> None:
+def test_step_of_parameter_changed_to_half_precision_writes_no_memory_beyond_it(name: str, dtype: torch.dtype) -> None:
     """The parameter gets half precision at the same address; stepping it as float32 would access memory beyond its
     end."""
     whole = torch.ones(16)
@@ -97,7 +97,7 @@ def test_memory_behind_parameter_replaced_by_smaller_one_is_not_written(name: st
     close(param.detach().float() < 0.5 + 1e-6, torch.ones(8, dtype=torch.bool))
 
 
-def test_split_masters_follow_weights_with_changed_strides() -> None:
+def test_split_masters_with_changed_weight_strides_match_unchanged_run() -> None:
     """The strides change between two steps."""
     found = []
     for transposed in (True, False):

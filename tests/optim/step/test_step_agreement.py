@@ -438,7 +438,7 @@ def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
         return texts, optimizer.skipped_steps
 
 
-def test_param_groups_are_compared_only_on_ranks_with_parameters(world: World) -> None:
+def test_param_group_options_are_compared_only_among_ranks_with_its_parameters(world: World) -> None:
     assert world.run(4, group_of_some_ranks, False) == [([], 0)] * 4
     for (text,), skipped in world.run(4, group_of_some_ranks, True):
         assert "lr of param group 1 is 0.3 on rank 1 and 0.9 on rank 3. Give all ranks" in text
@@ -494,7 +494,7 @@ def thawed_run(everywhere: bool) -> tuple[list[list[tuple[int, str]]], list[floa
         return [errors], w.tolist(), b.tolist() == [1.0] * 4
 
 
-def test_parameter_unfrozen_on_one_rank_does_not_stop_other_ranks(world: World) -> None:
+def test_parameter_unfrozen_on_one_rank_raises_without_hanging_other_ranks(world: World) -> None:
     """The error must not be raised before the collectives of the step, in which the other ranks would wait."""
     ((first,), one, kept), ((second,), other, _) = world.run(2, thawed_run, False)
     assert [step for step, _ in first] == [BAD + LAG]
@@ -825,7 +825,7 @@ def weights_of_last_stage(steps: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_stages_without_weight_use_weight_of_last_stage(world: World, steps: int | None) -> None:
+def test_pipeline_stages_without_micro_batch_weight_use_weight_of_last_stage(world: World, steps: int | None) -> None:
     assert world.run(4, weights_of_last_stage, steps) == [[-(4 * 3.0) / 1.5]] * 4
 
 
@@ -886,5 +886,5 @@ def named_on_one_rank() -> list[float]:
         return disagreed
 
 
-def test_ranks_agree_if_only_one_passes_names_of_parameters(world: World) -> None:
+def test_parameter_names_passed_on_one_rank_only_cause_no_disagreement(world: World) -> None:
     assert world.run(2, named_on_one_rank) == [[0.0, 0.0]] * 2

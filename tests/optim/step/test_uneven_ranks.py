@@ -48,7 +48,7 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("axes", "options"), [({"pipe": 2}, {}), ({"pipe": 2}, {"reduction": "per_group"}), ({"data": 2, "pipe": 2}, ZERO1)]
 )
-def test_pipeline_stages_with_different_groups_clip_by_same_norms(
+def test_pipeline_stages_with_different_param_groups_clip_by_same_norms(
     world: World, axes: dict[str, int], options: dict[str, Any]
 ) -> None:
     common = 2.0 / (2 * 12**2) ** 0.5
@@ -272,7 +272,5 @@ def step_with_bad_threshold_on_one_rank(value: object) -> str:
 
 
 @pytest.mark.parametrize(("value", "error"), [("text", "TypeError"), (-1.0, "ValueError")])
-def test_bad_threshold_on_one_rank_raises_there_and_leaves_no_rank_waiting(
-    world: World, value: object, error: str
-) -> None:
+def test_bad_clip_threshold_on_one_rank_raises_there_and_hangs_no_rank(world: World, value: object, error: str) -> None:
     assert world.run(2, step_with_bad_threshold_on_one_rank, value) == ["no error", error]

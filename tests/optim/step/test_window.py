@@ -31,7 +31,7 @@ def test_final_step_without_micro_batch_does_not_end_window() -> None:
     assert not window.ends(final=False)
 
 
-def test_gradients_bypass_a_window_only_if_it_has_no_micro_batch() -> None:
+def test_window_detects_gradients_computed_outside_of_its_micro_batches() -> None:
     window, param = Window(None, scaled=True), torch.ones(2, requires_grad=True)
     param.sum().backward()
     assert window.has_bypassed_grads([param])
@@ -45,7 +45,7 @@ def test_gradients_bypass_a_window_only_if_it_has_no_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("end", ["complete", "clipped"])
-def test_broken_window_stays_broken_until_it_is_cleared(end: str) -> None:
+def test_window_with_failed_backward_raises_until_it_is_cleared(end: str) -> None:
     window = broken_window()
     window.complete() if end == "complete" else window.clipped(mock.Mock())
     with pytest.raises(RuntimeError, match="a backward of this window raised"):
@@ -55,7 +55,7 @@ def test_broken_window_stays_broken_until_it_is_cleared(end: str) -> None:
 
 
 @pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0)], ids=["number", "tensor"])
-def test_weights_of_abandoned_window_do_not_count_in_the_next(weight: Any) -> None:
+def test_micro_batch_weights_of_abandoned_window_do_not_count_in_next_window(weight: Any) -> None:
     window = Window(None)
     with window.micro_batch(weight, [], []):
         pass
@@ -80,7 +80,7 @@ def count(monitor: SkipMonitor, bad: list[bool], most: int = 3) -> list[str | No
     return [monitor.count(decision(each), Skip(most), captured=False) for each in bad]
 
 
-def test_step_with_finite_norm_resets_consecutive_count() -> None:
+def test_step_with_finite_norm_resets_count_of_consecutive_skips() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
     assert count(monitor, [True, True, False] * 10) == [None] * 30
     assert monitor.poll(Skip(3)) is None
@@ -105,7 +105,7 @@ def test_load_state_dict_discards_skip_counts_not_yet_read_by_host() -> None:
     assert monitor.state_dict() == {"skipped_steps": 5, "vetoed_steps": 2}
 
 
-def test_consecutive_count_is_read_lag_steps_later() -> None:
+def test_count_of_consecutive_skips_is_read_lag_steps_later() -> None:
     """Negative control of the test of discarded counts: without `load_state_dict`, `count` returns a reason."""
     monitor = SkipMonitor(torch.device("cpu"))
     found = count(monitor, [True] * (2 * LAG), most=LAG)
@@ -116,7 +116,9 @@ def test_consecutive_count_is_read_lag_steps_later() -> None:
     ("totals", "wanted"),
     [([4.0], 0.5), ([0.0, 8.0], 0.25), ([0.0], 0.1), ([-1.0], torch.nan), ([torch.nan], torch.nan)],
 )
-def test_inverse_weight_of_positive_zero_negative_and_nan_totals(totals: list[float], wanted: float) -> None:
+def test_inverse_weight_is_nan_for_negative_or_nan_totals_and_finite_otherwise(
+    totals: list[float], wanted: float
+) -> None:
     found: Tensor = inverse_weight(torch.tensor(totals, dtype=torch.float64), data_ranks=2, count=10)
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
 

@@ -143,7 +143,7 @@ def by_several() -> None:
 
 
 @pytest.mark.parametrize("use", [by_schedule_on_wrapped_optimizer, by_grad_scaler, by_replay, by_several])
-def test_internal_calls_of_wrapped_step_are_allowed(use: Callable[[], None]) -> None:
+def test_step_of_wrapped_optimizer_is_allowed_in_schedule_grad_scaler_and_replay(use: Callable[[], None]) -> None:
     use()
 
 

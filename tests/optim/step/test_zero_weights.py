@@ -99,7 +99,9 @@ CASES = st.sampled_from(HOW).flatmap(
 
 
 @random_cases(CASES, 150)
-def test_losses_with_weight_0_do_not_change_dense_norm(world: World, drawn: list[tuple[Counts, str, str]]) -> None:
+def test_micro_batches_with_weight_0_do_not_change_global_norm(
+    world: World, drawn: list[tuple[Counts, str, str]]
+) -> None:
     drawn = [case for case in drawn if any(map(any, case[0]))]
     results = world.run_each(norm_of, [(2, case) for case in drawn])
     for case, by_rank in zip(drawn, results, strict=True):
@@ -108,7 +110,7 @@ def test_losses_with_weight_0_do_not_change_dense_norm(world: World, drawn: list
 
 @pytest.mark.default_cases(len(HOW))
 @pytest.mark.parametrize("how", HOW)
-def test_norm_differs_if_losses_with_weight_0_are_used(world: World, how: str) -> None:
+def test_norm_differs_from_dense_norm_if_losses_with_weight_0_count(world: World, how: str) -> None:
     counts: Counts = ((2, 0),) if how == "tensor" else ((2, 1), (3, 0))
     for masks in (True, False):
         for found in world.run(2, norm_of, counts, how, "numbers", masks):
@@ -141,7 +143,7 @@ def squares(found: Tensor, target: Tensor) -> Tensor:
     return (found - target).square().sum()
 
 
-def test_pipeline_call_with_weight_0_does_not_change_dense_norm(world: World) -> None:
+def test_pipeline_call_with_weight_0_does_not_change_global_norm(world: World) -> None:
     dense = nn.Sequential(*parts())
     sum(((squares(dense(data(micro, 4)), data(micro, 4)) for micro in (0, 2))), torch.zeros(())).div(8).backward()
     norm = float(nn.utils.get_total_norm([param.grad for param in dense.parameters() if param.grad is not None]))
@@ -192,7 +194,7 @@ def test_mean_over_no_tokens_with_weight_0_adds_gradients_of_0(as_tensor: bool) 
     assert not model.weight.grad.any()
 
 
-def test_weight_as_tensor_is_not_read_on_the_host() -> None:
+def test_micro_batch_weight_tensor_causes_no_host_synchronization() -> None:
     model, optimizer = linear()
     loss, weight = model(torch.ones(2, 5)).sum(), torch.tensor(0.0)
     with no_host_reads():

@@ -59,7 +59,7 @@ def is_named(name: str, found: RunComparison) -> bool:
 
 
 @pytest.mark.parametrize(("name", "layout", "other"), CASES, ids=[f"{n}, {a} beside {b}" for n, a, b in CASES])
-def test_comparison_finds_the_planted_mistake(
+def test_run_comparison_finds_planted_mistake(
     record: Record, name: str, layout: Layout, other: Layout, world: World
 ) -> None:
     planted = PLANTED[name]
@@ -78,7 +78,7 @@ def test_comparison_finds_the_planted_mistake(
     assert back.difference.quantity == found.difference.quantity
 
 
-def test_comparison_names_nine_of_ten_planted_mistakes() -> None:
+def test_run_comparison_names_cause_of_nine_of_ten_planted_mistakes() -> None:
     assert len(PLANTED) >= 20
     assert len(NOT_NAMED) <= len(PLANTED) / 10
 
@@ -104,7 +104,9 @@ def recorded_with(value: float | None, quantity: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("quantity", ["weight", "gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_value_that_is_non_finite_in_one_run_only_is_found(value: float, quantity: str, tmp_path: Path) -> None:
+def test_run_comparison_finds_value_that_is_non_finite_in_one_run_only(
+    value: float, quantity: str, tmp_path: Path
+) -> None:
     finite = recorded_with(None, quantity, tmp_path / "finite.jsonl")
     other = recorded_with(value, quantity, tmp_path / "other.jsonl")
     for runs, which in (((finite, other), "B"), ((other, finite), "A")):
@@ -160,7 +162,7 @@ def test_correct_runs_in_two_layouts_differ_by_rounding_only(
         assert found.verdict == ("equal" if {a, b} == EQUAL else "rounding only"), str(found)
 
 
-def test_comparison_of_two_identical_runs_finds_them_equal(record: Record, world: World) -> None:
+def test_run_comparison_finds_identical_runs_equal(record: Record, world: World) -> None:
     layout = Layout("data=2,tensor=2", states="ZeRO-1")
     text = world.run(layout.size, recorded, layout)[0]
     assert text is not None

@@ -94,7 +94,7 @@ def test_coordinate_check_rejects_invalid_arguments() -> None:
         coordinate_check(build, (32, 64), registry, layers=("attention.*",))
 
 
-def test_slope_is_nan_if_a_change_is_zero_or_not_finite() -> None:
+def test_coordinate_check_slope_is_nan_for_zero_or_non_finite_change() -> None:
     no_slope = [(0.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (math.nan, 0.0)]
     check = CoordinateCheck((2, 4), {**{str(pair): pair for pair in no_slope}, "b": (1.0, 2.0)})
     slopes = check.slopes()

@@ -70,7 +70,7 @@ def test_digest_of_tensor_is_equal_for_every_sharding(
     torch.testing.assert_close(found_sketch, expected_sketch)
 
 
-def test_hash_changes_with_one_element_or_two_swapped_elements() -> None:
+def test_tensor_digest_hash_changes_with_one_changed_or_two_swapped_elements() -> None:
     full, region = torch.randn(40, 5), whole((40, 5))
     expected = combined(digest([full], [region], CPU))[0]
     for change in range(50):
@@ -94,7 +94,7 @@ def test_distance_of_sketches_estimates_distance_of_tensors() -> None:
     assert max(ratios) < 1.8
 
 
-def test_digest_applies_the_scale_and_omits_missing_and_unknown_shards() -> None:
+def test_tensor_digest_applies_scale_and_omits_shards_without_tensor_or_region() -> None:
     full, region = torch.randn(6, 5), whole((6, 5))
     found = digest([full * 1024, None, full], [region, region, None], CPU, torch.tensor(1 / 1024))
     expected = digest([full], [region], CPU)

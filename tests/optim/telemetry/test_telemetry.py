@@ -272,7 +272,7 @@ def test_telemetry_rejects_true_as_an_option(name: str, kind: str) -> None:
         Telemetry(optimizer, **{name: True})  # type: ignore[arg-type]
 
 
-def test_telemetry_rejects_names_that_are_the_reserved_label() -> None:
+def test_telemetry_rejects_parameter_named_like_reserved_label_total() -> None:
     optimizer = alone(nn.ParameterDict({"total": nn.Parameter(torch.ones(3))}))
     for by in ("layer", "parameter"):
         with pytest.raises(ValueError, match=f"by='{by}' has the label 'total', .* give labels with globs"):
@@ -363,7 +363,7 @@ def test_telemetry_measures_added_parameters() -> None:
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def test_reports_contain_figures_of_last_measured_step() -> None:
+def test_monitor_reports_contain_telemetry_of_last_measured_step() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model, max_norm=1e-3)
     telemetry = Telemetry(optimizer, every=3)

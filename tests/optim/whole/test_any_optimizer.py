@@ -61,7 +61,7 @@ def two_groups(params: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [odd, trust, two_groups])
-def test_wrapped_custom_optimizer_matches_single_process_on_every_layout(world: World, make: Any) -> None:
+def test_custom_optimizer_wrapped_by_whole_matches_single_process_on_sharded_layouts(world: World, make: Any) -> None:
     layouts = [LAYOUTS[name] for name in ("grid", "data x tensor", "pipe, tied")]
     found = world.run_each(trained, [(layout.topology.world_size, (layout, make)) for layout in layouts])
     for layout, by_rank in zip(layouts, found, strict=True):
@@ -69,7 +69,9 @@ def test_wrapped_custom_optimizer_matches_single_process_on_every_layout(world: 
 
 
 @pytest.mark.parametrize("make", [Odd, torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Rprop])
-def test_whole_without_sharding_matches_plain_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_optimizer_wrapped_by_whole_without_sharding_matches_plain_optimizer(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (7,), (2, 3, 4))]
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
@@ -96,7 +98,7 @@ def with_schedule(split: bool, factor: float = 0.5) -> Tensor:
         return weight.detach()
 
 
-def test_wrapped_optimizer_with_schedule_on_shards_matches_single_process(world: World) -> None:
+def test_optimizer_wrapped_by_whole_with_schedule_on_shards_matches_single_process(world: World) -> None:
     (dense,) = world.run(1, with_schedule, False)
     torch.testing.assert_close(torch.cat(world.run(2, with_schedule, True)), dense, rtol=1e-12, atol=1e-12)
     assert not torch.equal(dense, start(("up", 0)))
@@ -128,7 +130,7 @@ def other_kinds() -> str:
         return str(caught.value)
 
 
-def test_ranks_that_wrap_different_optimizers_raise(world: World) -> None:
+def test_different_optimizers_wrapped_by_whole_on_two_ranks_raise(world: World) -> None:
     one, other = world.run(2, other_kinds)
     assert one == other
     assert "TrustRatio" in one
@@ -146,7 +148,7 @@ class Around(SignDescent):
         self.base = SignDescent(params)
 
 
-def test_whole_rejects_unsupported_optimizers() -> None:
+def test_whole_wrapper_rejects_unsupported_optimizers() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     stepped = torch.optim.AdamW([weight])
     weight.grad = torch.ones(4, 4)
@@ -165,7 +167,7 @@ def test_whole_rejects_unsupported_optimizers() -> None:
             whole(optimizer)
 
 
-def test_copy_of_wrapped_optimizer_continues_identically() -> None:
+def test_copy_of_optimizer_wrapped_by_whole_continues_identically() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))
     one = whole(Odd([weight]))
@@ -179,7 +181,7 @@ def test_copy_of_wrapped_optimizer_continues_identically() -> None:
     assert torch.equal(weight, same)
 
 
-def test_nested_state_is_restored_after_flattening() -> None:
+def test_nested_optimizer_state_is_restored_after_flattening() -> None:
     tensor, number = torch.randn(2, 3), torch.tensor(3)
     state = {"a": [tensor, None, {"b.c": (number, "x", 0.1)}], "a.0": True, 7: [], "plan": tensor}
     found = flattened(state)
@@ -207,6 +209,6 @@ def running() -> Any:
         return parts(layout, optimizer)
 
 
-def test_nested_states_and_counts_of_wrapped_optimizer_resume_from_state_dict(world: World) -> None:
+def test_nested_states_of_optimizer_wrapped_by_whole_resume_from_state_dict(world: World) -> None:
     layout = LAYOUTS["tensor"]
     assert largest_error(world.run(2, running), alone(layout, odd, 6)) == 0

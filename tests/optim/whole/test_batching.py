@@ -147,7 +147,7 @@ def far(some: dict[str, nn.Parameter], others: dict[str, nn.Parameter]) -> float
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_of_tensors_together_matches_step_one_by_one(name: str) -> None:
+def test_batched_step_matches_steps_of_single_tensors(name: str) -> None:
     for without in ("", "other", "embed"):
         (one, single), (many, together) = (stepped(OPTIMIZERS[name], kind, without=without) for kind in (False, True))
         assert far(one, many) <= 1e-12
@@ -171,14 +171,14 @@ CHUNKED = [
 
 @pytest.mark.parametrize("name", [*CHUNKED, "Shampoo", "StableAdamW"])
 @pytest.mark.parametrize("numel", [1, 50])
-def test_step_in_chunks_matches_step_one_by_one(name: str, numel: int) -> None:
+def test_batched_step_in_chunks_matches_steps_of_single_tensors(name: str, numel: int) -> None:
     one, _ = stepped(OPTIMIZERS[name], False)
     with mock.patch.object(batching, "CHUNK", numel):
         many, _ = stepped(OPTIMIZERS[name], True)
     assert far(one, many) <= 1e-12
 
 
-def test_packed_tensors_are_next_to_those_of_equal_size() -> None:
+def test_packed_tensors_group_equal_sizes_and_scale_each_tensor() -> None:
     shapes = [(2, 3), (4,), (3, 2), (), (0, 5)]
     packed = batching.PackedTensors(shapes, torch.float64, torch.device("cpu"))
     sources = [torch.full(shape, float(index + 1)) for index, shape in enumerate(shapes)]
@@ -191,7 +191,7 @@ def test_packed_tensors_are_next_to_those_of_equal_size() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_of_tensors_together_divides_gradients_by_their_scale(name: str) -> None:
+def test_batched_step_divides_gradients_by_grad_scale(name: str) -> None:
     one, _ = stepped(OPTIMIZERS[name], False, torch.float32)
     many, _ = stepped(OPTIMIZERS[name], True, torch.float32, scale=1024.0)
     assert far(one, many) <= 1e-4
@@ -201,7 +201,7 @@ def test_step_of_tensors_together_divides_gradients_by_their_scale(name: str) ->
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("scale", "dtype"), [(None, torch.float32), (8.0, torch.float32), (None, torch.float64)])
-def test_skipped_step_of_tensors_together_changes_nothing(name: str, scale: float | None, dtype: torch.dtype) -> None:
+def test_skipped_batched_step_changes_nothing(name: str, scale: float | None, dtype: torch.dtype) -> None:
     before, single = stepped(OPTIMIZERS[name], True, dtype, scale, stop=3)
     after, together = stepped(OPTIMIZERS[name], True, dtype, scale, skipped=(3,), stop=4)
     for param, same in zip(before.values(), after.values(), strict=True):
@@ -214,7 +214,7 @@ def test_skipped_step_of_tensors_together_changes_nothing(name: str, scale: floa
 
 
 @pytest.mark.parametrize("order", [2, 4])
-def test_factorisations_of_a_stack_match_each_matrix(order: int) -> None:
+def test_batched_matrix_factorizations_match_factorization_of_each_matrix(order: int) -> None:
     rows = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     stack, bases = rows @ rows.mT, torch.linalg.qr(rows[..., :6])[0]
     roots = inverse_root_each(stack, order, 1e-3)
@@ -231,7 +231,7 @@ def test_factorisations_of_a_stack_match_each_matrix(order: int) -> None:
 
 
 @pytest.mark.parametrize("make", [SOAP, partial(Shampoo, epsilon=1e-3)], ids=["SOAP", "Shampoo"])
-def test_preconditioned_matrices_of_equal_shape_and_different_options_are_stepped_separately(make: Any) -> None:
+def test_batched_soap_and_shampoo_with_different_options_match_steps_of_single_tensors(make: Any) -> None:
     def of_groups(params: Any) -> torch.optim.Optimizer:
         named = dict(params)
         rest = {"params": [(name, param) for name, param in named.items() if name != "other"], "lr": 0.1}
@@ -241,7 +241,7 @@ def test_preconditioned_matrices_of_equal_shape_and_different_options_are_steppe
     assert far(stepped(of_groups, False)[0], stepped(of_groups, True)[0]) <= 1e-12
 
 
-def test_matrices_of_equal_shape_and_different_options_are_orthogonalised_separately() -> None:
+def test_batched_muon_with_different_options_matches_steps_of_single_tensors() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         named = dict(params)
         groups = [
@@ -254,7 +254,7 @@ def test_matrices_of_equal_shape_and_different_options_are_orthogonalised_separa
     assert far(stepped(make, False)[0], stepped(make, True)[0]) <= 1e-12
 
 
-def test_step_of_tensors_together_supports_transposed_parameter() -> None:
+def test_batched_step_of_transposed_parameter_matches_step_of_single_tensor() -> None:
     def run(together: bool) -> Tensor:
         weight = nn.Parameter(torch.arange(24, dtype=torch.float64).view(4, 6).t())
         inner = Muon([("weight", weight)], lr=0.1, ns_dtype=None)
@@ -268,7 +268,7 @@ def test_step_of_tensors_together_supports_transposed_parameter() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8, 5), (128, 256), (256, 128)])
-def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) -> None:
+def test_batched_newton_schulz_matches_newton_schulz_of_each_matrix(shape: tuple[int, int]) -> None:
     stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     stack[1] = 0
     for eps in (0.0, 1e-7):
@@ -277,7 +277,7 @@ def test_newton_schulz_of_a_stack_matches_each_matrix(shape: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_step_counts_are_written_before_the_step_is_finished(together: bool) -> None:
+def test_soap_step_counts_are_updated_before_finish_step_copies_them(together: bool) -> None:
     """SOAP copies the counts to the host in `finish_step`. A later write would make the copies invalid, so the next step
     would wait."""
     counts: list[list[float]] = []
@@ -393,7 +393,7 @@ def steps_of_equal_shapes(make: Make, state: str, together: bool = True) -> dict
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("make", [adafactor, came, lamb, lars, stable_adamw, muon, soap, shampoo])
 @pytest.mark.parametrize("state", ["whole", "ZeRO-1"])
-def test_step_of_equal_shapes_in_different_layouts_matches_step_one_by_one(
+def test_batched_step_of_equal_shapes_in_different_layouts_matches_steps_of_single_tensors(
     world: World, make: Make, state: str
 ) -> None:
     found = world.run(4, steps_of_equal_shapes, make, state)
@@ -406,7 +406,7 @@ def test_step_of_equal_shapes_in_different_layouts_matches_step_one_by_one(
             assert torch.equal(replicas.setdefault(key, value), value), key
 
 
-def test_parallel_optimizer_steps_tensors_together_with_clipping() -> None:
+def test_batched_parallel_optimizer_step_with_clipping_matches_steps_of_single_tensors() -> None:
     def run(together: bool) -> list[Tensor]:
         with batched(together):
             model = nn.ParameterDict(model_of(torch.float32))
@@ -427,7 +427,7 @@ def test_parallel_optimizer_steps_tensors_together_with_clipping() -> None:
 
 
 @pytest.mark.parametrize(("sum_order", "dims"), [("any", 3), ("fixed", 2)])
-def test_fixed_sum_order_orthogonalises_one_matrix_after_the_other(sum_order: Any, dims: int) -> None:
+def test_muon_orthogonalizes_matrices_in_batches_except_with_fixed_sum_order(sum_order: Any, dims: int) -> None:
     found = set[int]()
 
     def recorded(matrix: Tensor, *options: Any) -> Tensor:

@@ -100,7 +100,7 @@ def test_unit_wise_clipping_with_lamb_matches_dense_model(world: World) -> None:
     assert_clipped(world, lamb, {"max_norm": Adaptive(0.1, eps=0.01)}, partial(by_unit, 0.1, 0.01))
 
 
-def test_by_group_allows_infinite_threshold_of_a_group_but_not_of_others() -> None:
+def test_by_group_rule_allows_infinite_group_threshold_but_not_infinite_others_argument() -> None:
     ByGroup((inf, 1.0), 2.0).check()
     with pytest.raises(ValueError, match="ByGroup others=inf: give a finite number"):
         ByGroup((1.0,), inf).check()

@@ -52,7 +52,7 @@ def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]
 @pytest.mark.parametrize(
     ("name", "state", "rounds"), [("tensor", "whole", 3), ("data x tensor", "ZeRO-2", 2), ("experts", "whole", 2)]
 )
-def test_exchange_in_several_rounds_matches_dense_update_and_reuses_buffers(
+def test_full_tensor_exchange_in_several_rounds_matches_dense_update_and_reuses_buffers(
     world: World, name: str, state: str, rounds: int
 ) -> None:
     layout = WHOLE_LAYOUTS[name]

@@ -60,7 +60,7 @@ def test_newton_schulz_on_gram_matrix_has_similar_rounding_error(name: str, dtyp
 
 
 @pytest.mark.parametrize("name", ["down to 1e-8", "rank 4", "rank 1 and noise"])
-def test_gram_iteration_without_restart_has_over_three_times_the_error(name: str) -> None:
+def test_newton_schulz_on_gram_matrix_without_restart_has_over_three_times_the_error(name: str) -> None:
     x = SPECTRA[name](*LONG).bfloat16()
     x = x / x.norm()
     exact = on_matrix(x.double(), COEFFICIENTS, 5)
@@ -110,11 +110,11 @@ def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (128, 256), (128, 300), (300, 128), (130, 520), (64, 512)])
-def test_flops_estimate_matches_counted_operations(shape: tuple[int, int]) -> None:
+def test_newton_schulz_flops_estimate_matches_counted_flops(shape: tuple[int, int]) -> None:
     assert counted(shape) == flops(shape)
 
 
-def test_long_matrices_use_gram_matrix_and_need_two_thirds_of_operations() -> None:
+def test_newton_schulz_of_long_matrices_uses_gram_matrix_and_fewer_flops() -> None:
     shapes = ((128, 240), (128, 256), (256, 128), (127, 1024))
     assert [uses_gram(shape) for shape in shapes] == [False, True, True, False]
     on_it = 5 * (4 * 128**2 * 512 + 2 * 128**3)

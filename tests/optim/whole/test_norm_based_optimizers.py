@@ -141,7 +141,7 @@ def test_adafactor_continues_from_state_of_torch() -> None:
 
 
 @every_name
-def test_zero_parameters_and_zero_gradients_are_stepped_by_formula(name: str) -> None:
+def test_norm_based_optimizers_with_zero_parameters_or_gradients_match_formula(name: str) -> None:
     kind, formula, options = OPTIONS[name]
     params = [
         nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)),

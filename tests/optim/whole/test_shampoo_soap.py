@@ -208,7 +208,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_steps_with_and_without_new_preconditioners_need_no_host_synchronization(world: World) -> None:
+def test_soap_and_shampoo_steps_with_and_without_new_preconditioners_need_no_host_synchronization(world: World) -> None:
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -248,7 +248,7 @@ def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) 
     )
 
 
-def test_run_with_overflow_matches_run_without_the_skipped_step(world: World) -> None:
+def test_owner_rank_optimizer_run_with_overflow_matches_run_without_skipped_step(world: World) -> None:
     """The first step creates bases, the fourth and seventh renew them; skipped steps must not be counted."""
     cases: list[Any] = [
         (kind, dtype, options, first)
@@ -416,7 +416,7 @@ def test_full_tensor_optimizer_stepped_unwrapped_on_one_rank_fails_on_every_rank
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
-def test_owner_ranks_have_balanced_cost(kind: Any) -> None:
+def test_soap_and_shampoo_owner_ranks_have_balanced_cost(kind: Any) -> None:
     """Four ranks share three large matrices, and eight small matrices that together cost as much as one large matrix."""
     shapes = [(128, 128)] * 3 + [(64, 64)] * 8
     named = {f"w{index}": shape for index, shape in enumerate(shapes)}

@@ -396,7 +396,7 @@ def check(outcomes: list[Outcome], expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_argument_on_one_rank_raises_on_both(world: World, tmp_path: Path, name: str) -> None:
+def test_wrong_argument_on_one_rank_raises_on_both_ranks(world: World, tmp_path: Path, name: str) -> None:
     check(world.run(2, make_wrong_call, name, tmp_path), WRONG[name][1])
 
 
@@ -412,7 +412,7 @@ def raise_on_one_rank_only(folder: Path) -> Outcome:
         return attempt(script, call)
 
 
-def test_check_fails_if_the_other_rank_waits(world: World, tmp_path: Path) -> None:
+def test_wrong_argument_check_fails_if_other_rank_gets_no_reply(world: World, tmp_path: Path) -> None:
     outcomes = world.run(2, raise_on_one_rank_only, tmp_path)
     world.close()  # a process group in which a rank got no reply is unusable
     assert "got no reply" in outcomes[0].error
@@ -480,7 +480,9 @@ def unscale_wrong(folder: Path) -> tuple[str, bool]:
         return error, not torch.equal(before, script.model.weight)
 
 
-def test_wrong_optimizer_of_grad_scaler_makes_other_rank_skip(world: World, tmp_path: Path) -> None:
+def test_grad_scaler_with_wrong_optimizer_on_one_rank_raises_there_and_skips_elsewhere(
+    world: World, tmp_path: Path
+) -> None:
     first, second = world.run(2, unscale_wrong, tmp_path)
     assert first == ("", False)
     assert second == ("TypeError: the optimizer is a NoneType; give a torch optimizer or a ParallelOptimizer", False)

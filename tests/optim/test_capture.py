@@ -37,7 +37,7 @@ def left_by_steps(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("before", [3, 20])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_graph_replays_match_steps_bitwise(name: str, before: int) -> None:
+def test_graph_replays_match_eager_steps_bitwise(name: str, before: int) -> None:
     steps = left_by_steps(name)
     replays = by_replays(Run(SETTINGS[name], CPU), before, CpuGraph)
     assert differences(steps, replays) == []
@@ -45,7 +45,7 @@ def test_graph_replays_match_steps_bitwise(name: str, before: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
-def test_graphs_of_inner_and_last_micro_batch_match_steps_bitwise(name: str) -> None:
+def test_graphs_of_inner_and_last_micro_batch_match_eager_steps_bitwise(name: str) -> None:
     """One graph repeats an inner micro-batch, and one the last micro-batch with the step. Each replay starts from the
     weights and gradients that the previous replay left."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
@@ -61,14 +61,14 @@ def on_ranks(name: str, placed: str, micro: int, before: int | None) -> dict[str
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
-def test_graph_replays_on_two_ranks_match_steps_bitwise(world: World, name: str, placed: str, micro: int) -> None:
+def test_graph_replays_on_two_ranks_match_eager_steps_bitwise(world: World, name: str, placed: str, micro: int) -> None:
     steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
     for of_steps, of_replays in zip(steps, replays, strict=True):
         assert differences(of_steps, of_replays) == []
 
 
 @pytest.mark.parametrize("make", [lambda o: CosineAnnealingLR(o, 20, 4), lambda o: HoldOnSkip(StepLR(o, 3, 0.5))])
-def test_schedule_rates_between_graph_replays_equal_rates_between_steps(
+def test_schedule_rates_between_graph_replays_equal_rates_between_eager_steps(
     make: Callable[[ParallelOptimizer], LRScheduler],
 ) -> None:
     found: list[list[float]] = []
@@ -115,7 +115,7 @@ def recipes() -> dict[str, Any]:
     return namespace
 
 
-def test_documented_graph_recipe_matches_steps() -> None:
+def test_documented_cuda_graph_recipe_matches_eager_steps() -> None:
     steps, replays = (Run(SETTINGS["bf16"], CPU) for _ in range(2))
     batches = [steps.batch(number) for number in range(12, 17)]
 
@@ -132,7 +132,7 @@ def test_documented_graph_recipe_matches_steps() -> None:
         assert torch.equal(one, other)
 
 
-def test_documented_graph_recipe_for_accumulation_matches_steps() -> None:
+def test_documented_cuda_graph_recipe_for_accumulation_matches_eager_steps() -> None:
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     steps.windows(range(12, 17), 3)
     replays.windows(range(12, 14), 3)

@@ -126,7 +126,7 @@ def test_capturing_unsupported_step_raises_with_reason(what: str) -> None:
     assert differences(before, snapshot(run.model, run.optimizer)) != []
 
 
-def test_capturable_step_has_no_reasons_against_capture() -> None:
+def test_not_captured_returns_no_reasons_for_capturable_step() -> None:
     run = Run(Setting(Fp32(), {}), CPU)
     run.steps(range(3, 5))
     assert run.optimizer.not_captured() == []

@@ -98,7 +98,7 @@ def run(
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_two_optimizers_match_one_with_two_groups_bitwise_in_every_precision(
+def test_two_optimizers_match_one_optimizer_with_two_param_groups_bitwise_in_every_precision(
     where: str, world: World, tmp_path: Path
 ) -> None:
     modes = list(MODES) if where == "whole" else ["fp32", "bf16"] if where == "half states" else ["fp16", "bf16"]
@@ -296,7 +296,7 @@ def test_full_tensor_optimizer_may_step_only_replicated_parameters(world: World)
     assert copied == ["", ""]
 
 
-def test_states_created_after_loading_are_in_the_combined_state() -> None:
+def test_states_created_after_loading_are_in_combined_optimizer_state_dict() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
         optimizer = ParallelOptimizer([torch.optim.NAdam([param], lr=0.1) for param in params], registry)

@@ -240,7 +240,7 @@ def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization(topolog
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
-def test_group_on_cuda_is_rejected_by_a_rank_whose_optimizer_was_made_without_parameters_over_gloo() -> None:
+def test_cuda_param_group_is_rejected_on_rank_without_initial_parameters_over_gloo() -> None:
     """The rank has counters on the CPU, and a step would combine tensors of two devices."""
     with world(Topology(pipe=2)), fake_cuda(collectives_on=CPU):
         registry = registry_of((("pipe", 2),))
@@ -506,7 +506,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
         assert launches[4] > launches[2], "the shard without gradient must be stepped separately"
 
 
-def test_replica_check_in_every_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_check_in_every_step_synchronizes_with_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check compares parameters and gradients, replicated or sharded."""
     looked_at: list[str] = []
 

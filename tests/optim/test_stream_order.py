@@ -192,7 +192,9 @@ def findings_of(training: Training) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_on_second_device_has_no_unordered_access(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_second_simulated_gpu_has_no_unordered_stream_access(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights, learning rates and skipped steps are those of a run on the CPU."""
     training = RUNS[name]
     if training.steps < skips.LAG:
@@ -207,12 +209,14 @@ def test_run_on_second_device_has_no_unordered_access(name: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_run_on_one_rank_of_two_has_no_unordered_access(name: str) -> None:
+def test_training_on_one_of_two_ranks_has_no_unordered_stream_access(name: str) -> None:
     assert findings_of(ON_TWO_RANKS[name]) == []
 
 
 @pytest.mark.parametrize("name", ["schedule", "half offloaded", "SOAP"])
-def test_models_on_two_devices_have_no_unordered_access(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_on_two_simulated_gpus_have_no_unordered_stream_access(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(skips, "LAG", 3)
     with simulated_cuda() as simulation:
         for _ in zip(RUNS[name].iterate(FIRST), RUNS[name].iterate(SECOND), strict=True):
@@ -308,7 +312,7 @@ DEFECTS: dict[str, Defect] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_finds_planted_stream_synchronization_defect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect = DEFECTS[name]
     defect.plant(monkeypatch)
     monkeypatch.setattr(skips, "LAG", 3)
@@ -318,7 +322,7 @@ def test_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(re.match(defect.finding, finding) for finding in findings), findings
 
 
-def test_planted_defect_before_c_loops_makes_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_wait_before_c_update_loops_makes_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """C loops read gradients without an operator, so they read the NaN of a copy that has not run."""
     DEFECTS["wait for gradients removed"].plant(monkeypatch)
     with simulated_cuda(collectives_on=SECOND), using("auto"):
@@ -384,7 +388,7 @@ def test_checkpoint_copy_does_not_block_the_host_and_keeps_old_weights() -> None
     assert simulation.findings == []
 
 
-def test_checkpoint_copy_without_its_event_is_found() -> None:
+def test_simulation_finds_checkpoint_copy_read_before_its_event() -> None:
     with simulated_cuda(collectives_on=SECOND) as simulation:
         snapshot, _ = saved(SECOND)
         copy, _ = save._copy_to_host(snapshot)
@@ -406,7 +410,7 @@ NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer"
     ],
     ids=["event on the current device", "event removed", "wait removed", "buffer reused one step early"],
 )
-def test_planted_defect_of_skip_counts_reads_unwritten_memory(
+def test_planted_synchronization_defect_of_skip_counts_reads_unwritten_memory(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`SkipMonitor` reads pinned memory without an operator, so it reads the NaN of a copy that has not run."""
@@ -421,7 +425,7 @@ def test_planted_defect_of_skip_counts_reads_unwritten_memory(
     [("note", "current_stream(device)", "current_stream()"), ("of", WAIT, NO_WAIT)],
     ids=["event on the current device", "wait removed"],
 )
-def test_planted_defect_of_step_counts_is_found(
+def test_simulation_finds_planted_synchronization_defect_of_step_counts(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defect = Defect(StepsTaken, method, old, new, "SOAP")
@@ -437,7 +441,7 @@ def test_planted_defect_of_step_counts_is_found(
     [("__init__", "current_stream(skip.device)", "current_stream()"), ("wait", WAIT, NO_WAIT)],
     ids=["event on the current device", "wait removed"],
 )
-def test_planted_defect_of_host_decision_is_found(
+def test_simulation_finds_planted_synchronization_defect_of_host_decision(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test makes the copy alone: in a step, an offloaded bucket also waits for its gradients, which arrive after the

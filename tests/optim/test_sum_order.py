@@ -41,7 +41,7 @@ def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: in
         assert torch.equal(root_of(parts, count), wanted)
 
 
-def test_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
+def test_tree_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
     tree = TreeSum()
     tree.add(0, [torch.tensor([-0.0, 1.0]), None])
     tree.add(1, [None, None])
@@ -126,7 +126,7 @@ def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[ob
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_weights_and_states_are_bitwise_equal_on_any_number_of_data_ranks(name: str, world: World) -> None:
+def test_fixed_order_weights_and_states_are_bitwise_equal_on_one_to_four_data_ranks(name: str, world: World) -> None:
     run = RUNS[name]
     found = hashes(world, run, (1, 2, 3, 4))
     assert len({*found}) == 1
@@ -134,12 +134,14 @@ def test_weights_and_states_are_bitwise_equal_on_any_number_of_data_ranks(name: 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipe"])
 @pytest.mark.parametrize("states", ["whole", "zero1"])
-def test_fixed_order_with_tensor_and_pipeline_axes_gives_equal_weights(states: str, axis: str, world: World) -> None:
+def test_fixed_order_with_tensor_or_pipeline_axis_is_bitwise_equal_on_any_data_ranks(
+    states: str, axis: str, world: World
+) -> None:
     run = FixedRun(axis=axis, states=states, clip="adagc", weighted=True, total=6)
     assert len({*hashes(world, run, (1, 2, 3))}) == 1
 
 
-def test_weights_do_not_depend_on_the_state_placement(world: World) -> None:
+def test_fixed_order_weights_do_not_depend_on_state_placement(world: World) -> None:
     """The hash is the same for each placement, on 2 and on 3 ranks; each of 3 ranks exchanges several partial sums."""
     runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]
     assert len({world.run(ranks, trained, run, ranks)[0] for ranks in (2, 3) for run in runs}) == 1
@@ -193,7 +195,7 @@ def on_two_data_axes(per_rank: int) -> list[int]:
         (Sharded("data", gradients=True), {"all_to_all_single": 1}, {"all_gather_single": 1}),
     ],
 )
-def test_sharded_states_replace_the_all_gather_of_gradients_by_that_of_weights(
+def test_fixed_order_with_sharded_states_all_gathers_weights_instead_of_gradients(
     world: World, states: Any, in_backward: dict[str, int], in_step: dict[str, int]
 ) -> None:
     """The other collectives of a step are those of the norm, which do not depend on the placement."""
@@ -230,11 +232,11 @@ def collectives_of_step(states: Any) -> tuple[dict[str, int], dict[str, int], in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_hundred_steps_in_fixed_order_have_one_hash_on_up_to_eight_data_ranks(name: str, world: World) -> None:
+def test_hundred_fixed_order_steps_have_equal_hash_on_up_to_eight_data_ranks(name: str, world: World) -> None:
     assert len({*hashes(world, replace(RUNS[name], steps=100), RANKS)}) == 1
 
 
-def test_hash_differs_for_other_sum_order_step_count_and_clip_threshold(world: World) -> None:
+def test_fixed_order_hash_differs_for_other_sum_order_step_count_and_clipping(world: World) -> None:
     """These negative controls use the usual sum order, one step fewer, and no clipping."""
     run = FixedRun(clip="norm")
     plain = [world.run(ranks, trained, replace(run, order="any"), ranks)[0] for ranks in (1, 3)]
@@ -251,7 +253,9 @@ def test_fixed_order_changes_last_norm_by_rounding_only(world: World) -> None:
         assert fixed != usual or run.total == 2
 
 
-def test_run_resumed_twice_on_other_numbers_of_ranks_has_the_hash_of_one_run(world: World, tmp_path: Path) -> None:
+def test_fixed_order_run_resumed_on_other_rank_counts_has_hash_of_uninterrupted_run(
+    world: World, tmp_path: Path
+) -> None:
     run = FixedRun(precision="bf16", states="zero1", clip="zclip", steps=6, weighted=True)
     world.run(4, resumed, run, 4, tmp_path, 0, 2)
     world.run(3, resumed, run, 3, tmp_path, 2, 4)
@@ -323,11 +327,11 @@ def error_of_sharded_parameter() -> bool:
     return True
 
 
-def test_fixed_order_runs_use_every_clip_rule() -> None:
+def test_tested_fixed_order_runs_cover_every_clip_rule() -> None:
     assert {run.clip for run in RUNS.values()} >= CLIPS.keys() - {"none"}
 
 
-def test_dtensor_is_an_error_with_fixed_order_on_every_rank(world: World) -> None:
+def test_fixed_order_rejects_dtensor_on_every_rank(world: World) -> None:
     assert all(world.run(2, error_of_dtensor))
 
 
@@ -349,7 +353,7 @@ def error_of_dtensor() -> bool:
     return True
 
 
-def test_unsupported_axes_of_sharded_gradients_are_an_error_on_ranks_without_parameters_too(world: World) -> None:
+def test_fixed_order_rejects_unsupported_sharding_axes_also_on_ranks_without_parameters(world: World) -> None:
     assert all(world.run(8, error_of_one_stage))
 
 

@@ -29,7 +29,7 @@ from world import World
 FOLDED = Topology(edp=2, mid=2, tensor=2, aliases={"data": ("edp", "mid"), "expert": ("mid", "tensor")})
 
 
-def test_topology_methods_accept_an_alias() -> None:
+def test_topology_methods_accept_axis_alias() -> None:
     assert FOLDED.world_size == 8
     assert (FOLDED.size("data"), FOLDED.size("data", "tensor")) == (4, 8)
     assert FOLDED.expand_aliases("tensor", "data") == ("tensor", "edp", "mid")
@@ -138,7 +138,9 @@ def test_spec_resolve_replaces_aliases_by_their_axes() -> None:
 
 
 @given(length=st.integers(0, 9), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)))
-def test_sharding_over_alias_equals_sharding_over_one_axis(length: int, sizes: tuple[int, int, int]) -> None:
+def test_sharding_over_alias_equals_sharding_over_one_axis_of_same_size(
+    length: int, sizes: tuple[int, int, int]
+) -> None:
     """An alias shards a dim exactly as a single axis of the same size does, also if the shards are uneven."""
     one = Topology(data=sizes[0] * sizes[1], tensor=sizes[2])
     two = Topology(edp=sizes[0], mid=sizes[1], tensor=sizes[2], aliases={"data": ("edp", "mid")})

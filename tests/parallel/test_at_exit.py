@@ -35,7 +35,7 @@ go.release()
 
 
 @pytest.mark.parametrize(("way", "said"), [("waits", "done\n"), ("does not wait", "")])
-def test_let_threads_finish_lets_daemon_thread_print_at_exit(way: str, said: str) -> None:
+def test_daemon_thread_prints_at_exit_only_with_let_threads_finish(way: str, said: str) -> None:
     command = [sys.executable, "-c", SCRIPT, at_exit.__file__, way]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == said
 

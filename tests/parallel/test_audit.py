@@ -176,7 +176,7 @@ def test_audit_compares_tied_parameters_with_different_names_per_stage(
     ],
     ids=["other names", "one name", "unequal", "constant", "copies on one stage"],
 )
-def test_audit_hints_at_parameters_of_stages_with_equal_values(
+def test_audit_hints_at_undeclared_tie_if_two_stages_have_equal_values(
     world: World, values: Stages, also: list[float] | None, named: str | None
 ) -> None:
     first, *others = world.run(6, audited_stages, values, P(), False, also)

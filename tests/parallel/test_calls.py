@@ -178,7 +178,7 @@ def test_timeout_error_names_calls_of_all_ranks_if_they_differ(waited: Ended) ->
             assert re.search(said, error.replace("ranks 1-2: in save", f"rank {other}: in save"))
 
 
-def test_different_calls_in_one_gather_raise_before_the_timeout(world: World, tmp_path: Path) -> None:
+def test_ranks_in_different_calls_of_one_gather_raise_before_timeout(world: World, tmp_path: Path) -> None:
     for error, _, seconds in world.run(2, saving_and_loading, tmp_path):
         assert error == (f"ranks meet in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
         assert seconds < 60.0, "waited for the timeout"
@@ -249,7 +249,7 @@ def again() -> list[str]:
         return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
 
 
-def test_second_failed_call_names_calls_of_other_ranks_too(waited: Ended) -> None:
+def test_errors_of_first_and_second_failed_call_name_calls_of_other_ranks(waited: Ended) -> None:
     for rank, (first, second) in enumerate(waited["again"].result()):
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):
@@ -264,7 +264,7 @@ def with_an_error_of_its_own() -> str:
     return str(caught.value)
 
 
-def test_track_call_leaves_other_errors_unchanged(world: World) -> None:
+def test_track_call_leaves_non_distributed_errors_unchanged(world: World) -> None:
     assert world.run(2, with_an_error_of_its_own) == ["too large"] * 2
 
 
@@ -565,7 +565,7 @@ def test_ranks_log_no_stack_trace_after_the_store_server_dies(ended: Ended) -> N
         assert "recvValue failed" not in logged
 
 
-def test_request_to_rank_that_never_responds_ends_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activity_request_to_rank_that_never_responds_ends_after_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "RESPONSE_TIMEOUT", 0.2)
     monkeypatch.setattr(calls_module, "POLL_INTERVAL", 0.05)
     answering = object.__new__(calls_module.Answering)

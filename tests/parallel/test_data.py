@@ -98,7 +98,7 @@ def test_sampler_yields_each_sample_once_in_equally_many_batches(
         assert seen == list(range(len(seen))), "in order, step by step, coordinate by coordinate"
 
 
-def test_loader_in_one_process_yields_the_batches_of_torch() -> None:
+def test_loader_in_one_process_yields_batches_of_torch_data_loader() -> None:
     for samples, batch_size, drop in [(20, 4, False), (21, 4, False), (21, 4, True), (3, 8, False)]:
         torchs: DataLoader[Tensor] = DataLoader(Numbers(samples), batch_size, drop_last=drop)
         mine = one_process(samples, batch_size, drop_last=drop)
@@ -280,7 +280,7 @@ def test_resumed_loader_with_other_batch_size_yields_remaining_samples_once(
     assert other.state_dict()["position"] == 0
 
 
-def test_resume_starts_next_epoch_if_drop_last_drops_all_remaining_samples() -> None:
+def test_loader_resume_starts_next_epoch_if_drop_last_drops_all_remaining_samples() -> None:
     loader = one_process(10)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -306,7 +306,7 @@ def test_resume_starts_next_epoch_if_drop_last_drops_all_remaining_samples() -> 
         (20, {}, "with shuffle=True, but this loader has shuffle=False"),
     ],
 )
-def test_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
+def test_loader_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
     samples: int, options: dict[str, Any], message: str
 ) -> None:
     loader = one_process(shuffle=True)
@@ -339,7 +339,7 @@ def test_loader_with_seed_samples_false_skips_seeding() -> None:
     assert torch.equal(torch.cat(list(one_process(seed_samples=False)))[:, :2], first[:, :2]), "torch's own generator"
 
 
-def test_loop_after_an_early_break_starts_the_next_epoch() -> None:
+def test_loader_loop_after_early_break_starts_next_epoch() -> None:
     loader, reference = one_process(shuffle=True), one_process(shuffle=True)
     next(iter(loader))
     first, second = indices(reference), indices(reference)
@@ -432,7 +432,7 @@ def test_loader_arguments_that_differ_between_ranks_raise_on_all_ranks(world: Wo
     assert all("batch_size=0" in message for message in world.run(2, disagreeing, "batch"))
 
 
-def test_state_after_equals_state_dict_after_as_many_batches() -> None:
+def test_loader_state_after_n_batches_equals_state_dict_after_iterating_n_batches() -> None:
     loader = one_process()
     states = [loader.state_after(1, 0)]
     loader.load_state_dict(states[0])

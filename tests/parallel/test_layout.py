@@ -284,7 +284,7 @@ def test_unshard_inverts_shard_of_fused_tensors(world: World, topology: Topology
         (24, P(("col", blocks("row", 2))), "block 0 of 2 has length 3"),
     ],
 )
-def test_blocks_that_do_not_divide_raise_with_the_spec_in_the_message(length: int, spec: P, message: str) -> None:
+def test_blocks_not_divisible_by_axis_size_raise_and_error_shows_spec(length: int, spec: P, message: str) -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(ValueError, match=message) as error:
         local_shape((length,), spec, topology)

@@ -57,7 +57,7 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
         ),
     ],
 )
-def test_topology_of_raises_for_groups_that_form_no_axes(
+def test_topology_of_groups_that_form_no_axes_raises(
     groups: dict[str, tuple[int, ...]], world_size: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match="ranks") as error:
@@ -77,7 +77,7 @@ def adopted() -> bool:
             return registry.group("tensor") is groups.tp and registry.group("pipe") is groups.pp
 
 
-def test_registry_of_reuses_given_process_groups(world: World) -> None:
+def test_registry_of_megatron_groups_reuses_given_process_groups(world: World) -> None:
     assert all(world.run(4, adopted))
 
 
@@ -92,7 +92,7 @@ def uneven_on_first_rank() -> str:
         return str(error.value)
 
 
-def test_registry_of_raises_on_every_rank_if_one_rank_has_uneven_groups(world: World) -> None:
+def test_registry_of_uneven_groups_on_one_rank_raises_on_every_rank(world: World) -> None:
     assert len({*world.run(4, uneven_on_first_rank)}) == 1
 
 
@@ -188,7 +188,7 @@ def experts(fields: dict[str, tuple[str, ...]], reduces: bool, wrapped: bool = F
 
 
 @pytest.mark.parametrize(("fields", "specs"), EXPERT_MESHES.values(), ids=EXPERT_MESHES)
-def test_expert_parameters_are_sharded_and_get_partial_gradients_unless_reduced(
+def test_megatron_expert_specs_are_sharded_and_partial_unless_gradients_are_reduced(
     world: World, fields: dict[str, tuple[str, ...]], specs: tuple[P, ...]
 ) -> None:
     assert world.run(4, experts, fields, False) == [[*specs]] * 4

@@ -198,19 +198,19 @@ def after(collectives: int) -> Any:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("group", [None, after(0)])
-def test_launch_order_is_set_before_the_first_collective(unordered: pytest.MonkeyPatch, group: Any) -> None:
+def test_nccl_launch_order_variable_is_set_before_first_collective(unordered: pytest.MonkeyPatch, group: Any) -> None:
     order_launches(group)
     assert os.environ[LAUNCH_ORDER] == "1"
 
 
-def test_launch_order_set_after_first_nccl_collective_warns_once(unordered: pytest.MonkeyPatch) -> None:
+def test_nccl_launch_order_set_after_first_collective_warns_once(unordered: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"NCCL ran collectives before .*call init_distributed\(\)"):
         order_launches(after(1))
     order_launches(after(1))  # the variable is set now: no second warning
 
 
 @pytest.mark.filterwarnings("error")
-def test_launch_order_of_the_user_is_kept(unordered: pytest.MonkeyPatch) -> None:
+def test_nccl_launch_order_set_by_user_is_kept(unordered: pytest.MonkeyPatch) -> None:
     unordered.setenv(LAUNCH_ORDER, "0")
     order_launches(after(1))
     assert os.environ[LAUNCH_ORDER] == "0"
@@ -236,5 +236,5 @@ def launch_orders() -> tuple[list[int], list[str | None]]:
     return [count - counts[0] for count in counts], found
 
 
-def test_registry_sets_the_launch_order_over_nccl_only(world: World) -> None:
+def test_registry_sets_nccl_launch_order_over_nccl_only(world: World) -> None:
     assert world.run(2, launch_orders) == [([0, 1, 2], [None, "1"])] * 2

@@ -63,7 +63,7 @@ def both_ways() -> bool:
     return all(found)
 
 
-def test_gather_followed_by_broadcast_equals_all_gather(world: World) -> None:
+def test_gather_objects_followed_by_broadcast_equals_all_gather_objects(world: World) -> None:
     assert world.run(6, both_ways) == [True] * 6
 
 
@@ -95,7 +95,7 @@ class Nested:
         self.inner = inner
 
 
-def test_text_of_argument_shows_four_levels_of_objects() -> None:
+def test_describe_shows_four_levels_of_nested_objects_by_default() -> None:
     shown, hidden = Nested(Nested(Nested(Nested(5)))), Nested(Nested(Nested(Nested(Nested(5)))))
     assert describe(shown) == "Nested(inner=Nested(inner=Nested(inner=Nested(inner=5))))"
     assert describe(hidden) == "Nested(inner=Nested(inner=Nested(inner=Nested(inner=Nested))))"

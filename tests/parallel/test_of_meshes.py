@@ -56,7 +56,7 @@ def views(world_size: int, grids: Grids) -> list[list[Dim]]:
         (4, {("a", "one"): row_major(4, 1), ("dp",): row_major(4)}, Topology(a=4, one=1, aliases={"dp": "a"})),
     ],
 )
-def test_axes_are_the_common_refinement_of_all_meshes(world_size: int, grids: Grids, expected: Topology) -> None:
+def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grids: Grids, expected: Topology) -> None:
     axes, aliases = refined(views(world_size, grids))
     assert Topology(roles=None, aliases=aliases, **axes) == expected
 
@@ -105,7 +105,7 @@ def test_pipeline_stages_of_different_sizes_raise_a_clear_error() -> None:
         refined(seen)
 
 
-def test_axes_along_finds_the_axes_of_given_ranks() -> None:
+def test_axes_along_returns_axes_of_given_ranks_or_none() -> None:
     topology = Topology(a=2, one=1, b=3, c=2)
     assert axes_along((0, 2, 4), topology) == ("b",)
     assert axes_along((1, 3, 5, 7, 9, 11), topology) == ("a", "b")

@@ -62,7 +62,7 @@ def test_random_state_functions_do_not_import_numpy(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the state of CUDA is restored where CUDA is available")
-def test_state_of_another_machines_cuda_is_ignored_without_cuda() -> None:
+def test_cuda_random_state_is_ignored_on_machine_without_cuda() -> None:
     state = random_state() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
     check_random_state(state)
     set_random_state(state)
@@ -84,7 +84,7 @@ def test_state_of_another_machines_cuda_is_ignored_without_cuda() -> None:
         ({"cpu": torch.zeros(3)}, "can't be restored: RNG state must be a torch.ByteTensor; load another checkpoint"),
     ],
 )
-def test_state_that_cannot_be_restored_is_named_in_the_error(change: dict[str, Any], message: str) -> None:
+def test_check_random_state_rejects_states_that_cannot_be_restored(change: dict[str, Any], message: str) -> None:
     pytest.importorskip("numpy")
     check_random_state(random_state())
     with pytest.raises(ValueError, match=message):

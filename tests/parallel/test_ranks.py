@@ -289,7 +289,9 @@ def with_files_in(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]], ids=["by path", "by name"])
-def test_script_functions_run_and_leave_no_temporary_files(tmp_path: Path, files: Path, how: list[str]) -> None:
+def test_pool_runs_functions_of_scripts_and_leaves_no_temporary_files(
+    tmp_path: Path, files: Path, how: list[str]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_python("-W", "error", *how, cwd=tmp_path, **with_files_in(files))
     assert (done.stdout, without_names(done.stderr)) == ("[12.0, 12.0, 12.0]\n", "")

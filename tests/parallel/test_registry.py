@@ -167,7 +167,7 @@ def ordinary_group_afterwards() -> float:
     return value.item()
 
 
-def test_new_group_of_torch_works_beside_a_registry(world: World) -> None:
+def test_torch_new_group_collective_succeeds_beside_registry(world: World) -> None:
     assert world.run(4, ordinary_group_afterwards) == [4.0] * 4
 
 
@@ -460,7 +460,7 @@ def test_registry_makes_expected_groups_in_fake_world_of_4096_ranks() -> None:
     assert groups_alive() == 1
 
 
-def test_deepcopy_returns_the_same_registry() -> None:
+def test_deepcopy_of_registry_returns_same_object() -> None:
     registry = ProcessGroupRegistry(Topology())
     assert copy.deepcopy({"registry": registry})["registry"] is registry
 

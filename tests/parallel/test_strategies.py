@@ -47,7 +47,7 @@ def test_topologies_and_specs_strategies_respect_their_limits(data: st.DataObjec
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_layouts_strategy_draws_each_kind(kind: Kind) -> None:
+def test_layouts_strategy_draws_every_kind_of_layout(kind: Kind) -> None:
     def has(layout: Layout) -> bool:
         spec = layout.spec
         along = {owner for _, owner in spec.owned}

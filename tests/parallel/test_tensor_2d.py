@@ -160,7 +160,7 @@ def bias_holders(layout: BiasLayout) -> tuple[int, int]:
         return layer.bias.numel(), len(list(layer.parameters()))
 
 
-def test_bias_of_linear_2d_is_on_the_ranks_of_its_layout(world: World) -> None:
+def test_linear_2d_bias_is_held_by_ranks_of_chosen_bias_layout(world: World) -> None:
     assert world.run(4, bias_holders, "column") == [(4, 2)] * 4
     assert world.run(4, bias_holders, "all") == [(2, 2)] * 4
     assert world.run(4, bias_holders, "row0") == [(4, 2), (4, 2), (0, 1), (0, 1)]

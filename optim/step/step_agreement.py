@@ -70,7 +70,7 @@ class ClipFacts(NamedTuple):
         if not self.explicit:
             texts["max_norm"] = _rule_text(self.rule)
         return texts | {
-            f"max_norm of param group {index}": _threshold_text(value) for index, value in enumerate(self.thresholds)
+            f"max_norm of param group {index}": describe(value) for index, value in enumerate(self.thresholds)
         }
 
 
@@ -85,39 +85,70 @@ class UsedClip:
     Attributes:
         number: A hash below 2^28, equal on ranks with equal clipping.
         facts: The rules and thresholds in ``number``.
+        tensors: The thresholds in ``facts`` that are tensors on a device, each with a hash of its position. ``number``
+            doesn't depend on their values, because they are compared by `StepAgreement.of_tensors`.
     """
 
     def __init__(self, rule: Clip | None, all_groups: bool) -> None:
         self._all_groups = all_groups
+        self.tensors: list[tuple[Tensor, int]] = []
+        self._on_cpu: list[Tensor] = []
+        self._values: list[object] = []  # of the tensors in _on_cpu, when number was computed
         self._of_explicit = self._of_rule = self._of_thresholds = self.number = 0
         self.facts = ClipFacts()
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the rule from the optimizer's ``max_norm``. Host synchronization: for thresholds in device tensors."""
-        self._of_rule = hash_of("max_norm", _rule_text(rule))
+        """Replace the rule from the optimizer's ``max_norm``. Host synchronization: none."""
+        self._of_rule = hash_of("max_norm", _rule_text(rule, reads_devices=False))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts` and `number`, and return True if `facts` has changed.
+        """Update `facts`, `number` and `tensors`, and return True if one of them has changed. Host synchronization: none.
 
         Args:
             explicit: The rules of explicit clips in the window.
             param_groups: The optimizer's param groups, whose ``max_norm`` is read.
-        Host synchronization: if explicit clips have changed, for thresholds that are tensors on a device.
         """
+        if self._on_cpu and [tensor.tolist() for tensor in self._on_cpu] != self._values:  # changed in place
+            self.set_rule(self.facts.rule)
+            self.facts = self.facts._replace(explicit=(), thresholds=())
+            self._of_explicit = self._of_thresholds = 0
         before, is_new = self.facts, self._is_new
         if len(explicit) != len(before.explicit) or not all(map(_is_same, explicit, before.explicit)):
-            is_new, self._of_explicit = True, hash_of(EXPLICIT, *map(_call_text, explicit))
+            is_new = True
+            self._of_explicit = hash_of(EXPLICIT, *[_call_text(rule, reads_devices=False) for rule in explicit])
         thresholds: tuple[object, ...] = before.thresholds
         if self._all_groups:
             thresholds = tuple([group.get("max_norm") for group in param_groups])
             if len(thresholds) != len(before.thresholds) or not all(map(is_, thresholds, before.thresholds)):
-                is_new, self._of_thresholds = True, hash_of("max_norm of groups", *map(_threshold_text, thresholds))
+                texts = [describe(value, reads_devices=False) for value in thresholds]
+                is_new, self._of_thresholds = True, hash_of("max_norm of groups", *texts)
         if is_new:
             self.facts, self._is_new = ClipFacts(explicit, before.rule, thresholds), False
             self.number = ((self._of_explicit if explicit else self._of_rule) + self._of_thresholds) & MASK
+            self._find_tensors()
         return is_new
+
+    def _find_tensors(self) -> None:
+        """Find the thresholds in `facts` that are tensors: they may be changed in place."""
+        explicit, rule, thresholds = self.facts
+        tensors = [*_tensors_in((explicit or rule, thresholds))]
+        self._on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
+        self._values = [tensor.tolist() for tensor in self._on_cpu]
+        self.tensors = [(tensor, hash_of("threshold", at)) for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in the arguments of a rule that is a dataclass, in its nested rules, and in tuples of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Clip):
+        for name in getattr(value, "__dataclass_fields__", ()):
+            yield from _tensors_in(getattr(value, name))
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
@@ -133,23 +164,19 @@ def _is_same(one: Clip | None, other: Clip | None) -> bool:
     return all(mine is known or (type(mine) is type(known) is float and mine == known) for mine, known in pairs)
 
 
-def _call_text(rule: Clip | None) -> str:
+def _call_text(rule: Clip | None, reads_devices: bool = True) -> str:
     if isinstance(rule, ByValue):
-        return f"clip_grad_by_value({describe(rule.clip_value)})"
+        return f"clip_grad_by_value({describe(rule.clip_value, reads_devices=reads_devices)})"
     if isinstance(rule, ByNorm):
         norm_type = "" if rule.norm_type is None else f", norm_type={describe(rule.norm_type)}"
-        return f"clip_grad_by_norm({describe(rule.max_norm)}{norm_type})"
-    return f"by max_norm={_rule_text(rule)}"
+        return f"clip_grad_by_norm({describe(rule.max_norm, reads_devices=reads_devices)}{norm_type})"
+    return f"by max_norm={_rule_text(rule, reads_devices)}"
 
 
-def _rule_text(rule: Clip | None) -> str:
+def _rule_text(rule: Clip | None, reads_devices: bool = True) -> str:
     is_plain = isinstance(rule, ByNorm) and rule.norm_type is None
-    return describe(rule.max_norm if is_plain else rule)  # type: ignore[union-attr]
-
-
-def _threshold_text(value: object) -> str:
-    is_on_device = isinstance(value, Tensor) and not value.is_cpu
-    return "a tensor on a device" if is_on_device else describe(value)
+    value = rule.max_norm if is_plain else rule  # type: ignore[union-attr]
+    return describe(value, reads_devices=reads_devices)
 
 
 # Step agreement -------------------------------------------------------------------------------------------------------
@@ -456,7 +483,7 @@ class StepAgreement:
         updates it. So does the error ``errors.now``. Settings that are tensors on a device are compared by `of_tensors`
         instead.
 
-        Collectives: none. Host synchronization: that of `UsedClip.read`.
+        Collectives: none. Host synchronization: none.
 
         Args:
             micro_batches: The number of micro-batches in the window.
@@ -547,7 +574,7 @@ class StepAgreement:
         return self._keys
 
     def of_tensors(self, device: torch.device) -> Tensor | None:
-        """Return this rank's summand for settings in device tensors, 0-dim float64; None if no setting is a device tensor.
+        """Return this rank's summand for settings and thresholds in device tensors, 0-dim float64; None if there are none.
 
         Call it after `number`, to whose result it must be added. Collectives: none.
 
@@ -556,9 +583,12 @@ class StepAgreement:
         Host synchronization: none if the tensors are on ``device``.
         """
         terms = [
-            group.ranks.coefficient * _hashed(value, salt).to(device, non_blocking=True)
-            for group in self._groups
-            for value, salt in group.tensors
+            ranks.coefficient * _hashed(value, salt).to(device, non_blocking=True)
+            for ranks, tensors in [
+                (self._world, self.used_clip.tensors),
+                *((of.ranks, of.tensors) for of in self._groups),
+            ]
+            for value, salt in tensors
         ]
         return torch.stack(terms).sum() if terms else None
 
@@ -682,7 +712,7 @@ ADVICE = {  # by prefix of a fact's name
     ),
 }
 UNNAMED = (
-    "the setting that differed, such as a learning rate in a tensor on a device, is equal on all ranks again. "
+    "the setting that differed, such as a learning rate or a threshold in a tensor, is equal on all ranks again. "
     + ADVICE[""]
 )
 

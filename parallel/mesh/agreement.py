@@ -165,7 +165,7 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def describe(value: object, depth: int = 4) -> str:
+def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
     """Return a text for comparing an argument between ranks. Equal arguments of the same type have equal texts.
 
     The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
@@ -178,16 +178,21 @@ def describe(value: object, depth: int = 4) -> str:
         value: Any object.
         depth: Number of nested levels of objects that are shown with attributes. The text of an object below these
             levels is its type name. Default: 4.
-    Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.
+        reads_devices: True (default): the text has the elements of tensors on a device. False: it doesn't.
+    Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device and ``reads_devices`` is True.
     """
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else float.__repr__(value)
     if isinstance(value, Tensor):
+        if not reads_devices and not value.is_cpu:
+            return "a tensor on a device"
         return describe(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(describe(item, depth) for item in value)})"
+        return f"({', '.join(describe(item, depth, reads_devices) for item in value)})"
     if isinstance(value, Mapping):
-        items = sorted((describe(key, depth), describe(item, depth)) for key, item in value.items())
+        items = sorted(
+            (describe(key, depth, reads_devices), describe(item, depth, reads_devices)) for key, item in value.items()
+        )
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if value is None or isinstance(value, (bool, int, str, type)):
         return repr(value)
@@ -201,5 +206,5 @@ def describe(value: object, depth: int = 4) -> str:
         attributes = dict(sorted(vars(value).items()))
     else:
         return str(getattr(value, "__qualname__", value if isinstance(value, torch.dtype) else type(value).__name__))
-    shown = ", ".join(f"{name}={describe(item, depth - 1)}" for name, item in attributes.items())
+    shown = ", ".join(f"{name}={describe(item, depth - 1, reads_devices)}" for name, item in attributes.items())
     return f"{type(value).__name__}({shown})"

@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +12,13 @@ import numpy
 import pytest
 import torch
 from meshstep.amp import TorchFp16
-from meshstep.optim import ByNorm, ParallelOptimizer, Sharded, WarmUp
+from meshstep.optim import ByName, ByNorm, ParallelOptimizer, Sharded, WarmUp
 from meshstep.optim.step.skips import LAG
 from meshstep.optim.step.step_agreement import _hashed
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from probes import collectives, no_host_reads
 from small_models import parameter
-from torch import nn
+from torch import Tensor, nn
 from world import World
 
 BAD = 3  # the step in which ranks differ
@@ -528,6 +529,31 @@ def set_group_threshold(run: Run) -> None:
     run.optimizer.param_groups[1]["max_norm"] = 0.5
 
 
+class OnDevice(Tensor):
+    """A tensor on the CPU that says that it is on another device."""
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+
+def change_in_place(run: Run) -> None:
+    clip: Any = run.optimizer.clip
+    clip.max_norm.fill_(0.5)
+
+
+def change_nested_in_place(run: Run) -> None:
+    clip: Any = run.optimizer.clip
+    clip.others.max_norm.fill_(0.5)
+
+
+def change_group_in_place(run: Run) -> None:
+    run.optimizer.param_groups[1]["max_norm"].fill_(0.5)
+
+
 THRESHOLDS: dict[str, tuple[Callable[[Run], None], dict[str, Any], str]] = {
     "max_norm": (
         set_max_norm,
@@ -545,12 +571,44 @@ THRESHOLDS: dict[str, tuple[Callable[[Run], None], dict[str, Any], str]] = {
         {"max_norm": 0.3},
         "max_norm of param group 1 is None on rank{first} and 0.5 on rank {last}. Set optimizer.max_norm, and max_norm of",
     ),
+    "tensor": (
+        change_in_place,
+        {"max_norm": ByNorm(torch.tensor(0.25))},  # type: ignore[arg-type]
+        "max_norm is 0.25 on rank{first} and 0.5 on rank {last}. Set",
+    ),
+    "tensor on a device": (
+        change_in_place,
+        {"max_norm": ByNorm(torch.tensor(0.25).as_subclass(OnDevice))},  # type: ignore[arg-type]
+        "max_norm is 0.25 on rank{first} and 0.5 on rank {last}. Set",
+    ),
+    "nested tensor": (
+        change_nested_in_place,
+        {"max_norm": ByName({"w*": None}, others=torch.tensor(0.25))},  # type: ignore[arg-type]
+        "others=ByNorm(max_norm=0.25, norm_type=None), norm_type=None) on rank{first} and ByName(",
+    ),
+    "tensor of a group": (
+        change_group_in_place,
+        {"max_norm": 0.3, "group_threshold": torch.tensor(0.25)},
+        "max_norm of param group 1 is 0.25 on rank{first} and 0.5 on rank {last}. Set optimizer.max_norm, and max_norm of",
+    ),
+    "tensor of a group on a device": (
+        change_group_in_place,
+        {"max_norm": 0.3, "group_threshold": torch.tensor(0.25).as_subclass(OnDevice)},
+        "max_norm of param group 1 is 0.25 on rank{first} and 0.5 on rank {last}. Set optimizer.max_norm, and max_norm of",
+    ),
 }
 
 
 def threshold_run(mesh: dict[str, int], case: str) -> tuple[Any, ...]:
     change, options, _ = THRESHOLDS[case]
-    run = Run(mesh, change, steps=BAD + LAG + 1, **options)
+    options = deepcopy(options)
+    threshold = options.pop("group_threshold", None)
+
+    def every(run: Run, step: int) -> None:
+        if step == 0 and threshold is not None:
+            run.optimizer.param_groups[1]["max_norm"] = threshold
+
+    run = Run(mesh, change, every=every, steps=BAD + LAG + 1, **options)
     return run.errors, run.disagreed, run.w.tolist()
 
 
@@ -636,6 +694,27 @@ def test_explicit_clips_that_differ_between_ranks_skip_step_and_raise(
         assert weights == results[0][4]
 
 
+def clip_by_tensor(kind: type[Tensor]) -> tuple[Any, ...]:
+    """Clip by one tensor in every step, which the last rank changes in place before step `BAD`, and restores after it."""
+    threshold = torch.tensor(1.0).as_subclass(kind)
+
+    def after(run: Run, step: int) -> None:
+        run.optimizer.clip_grad_by_norm(threshold.fill_(2.0 if run.last and step == BAD else 1.0))  # type: ignore[arg-type]
+
+    run = Run({"data": 2}, lambda run: None, after=after)
+    return run.errors, run.disagreed, run.skipped
+
+
+@pytest.mark.parametrize("kind", [Tensor, OnDevice], ids=["on the CPU", "on a device"])
+def test_explicit_clip_by_tensor_that_one_rank_changed_skips_step_and_raises(world: World, kind: type[Tensor]) -> None:
+    for errors, disagreed, skipped in world.run(2, clip_by_tensor, kind):
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        assert "such as a learning rate or a threshold in a tensor, is equal on all ranks again" in text
+        assert [at for at, differs in enumerate(disagreed) if differs == 1] == [BAD]
+        assert skipped == 1
+
+
 def equal_clips() -> tuple[Any, ...]:
     """Change thresholds in every step to values that are equal on both ranks, but of different types and in new objects.
 
@@ -645,8 +724,14 @@ def equal_clips() -> tuple[Any, ...]:
     def number(run: Run, value: float) -> Any:
         return numpy.float64(value) if run.rank else value
 
+    in_place: Any = torch.tensor(1.0)
+
     def every(run: Run, step: int) -> None:
-        run.optimizer.max_norm = ByNorm(number(run, 1.0 + step)) if step % 2 else number(run, 1.0 + step)
+        in_place.fill_(1.0 + step)
+        if step == 3:
+            run.optimizer.max_norm = ByName({"w*": None}, others=in_place)
+        elif step > 6:
+            run.optimizer.max_norm = ByNorm(number(run, 1.0 + step)) if step % 2 else number(run, 1.0 + step)
         if step > LAG:
             run.optimizer.param_groups[1]["max_norm"] = number(run, 2.0 + step)
 

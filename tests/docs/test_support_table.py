@@ -74,7 +74,9 @@ def test_support_table_has_a_cell_for_every_layout_and_data_parallel_option() ->
 
 
 @pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
-def test_precision_modes_work_or_raise_as_support_table_shows(world: World, layout: str, form: str) -> None:
+def test_precision_modes_match_one_process_or_raise_as_support_table_shows(
+    world: World, layout: str, form: str
+) -> None:
     cell, ranks = TABLE[layout, form], [runs[form] for runs in on_ranks(world, layout, kind_of(form))]
     assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
     for runs in ranks:

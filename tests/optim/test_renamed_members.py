@@ -260,7 +260,7 @@ def test_override_with_former_name_is_called_and_warns_at_class_definition() -> 
     assert Own().replica_dependent
 
 
-def test_state_placement_with_former_method_names_works_in_step() -> None:
+def test_state_placement_with_former_method_names_is_called_in_step_and_warns() -> None:
     calls = []
     with warns_here("Former.bring is deprecated: write pull_grads instead"):
 
@@ -306,7 +306,7 @@ class OwnPlacement(StatePlacement):
         return self.made
 
 
-def test_transform_with_former_tensor_list_signature_works_and_warns() -> None:
+def test_transform_with_former_tensor_list_signature_receives_tensors_and_warns() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model, placement = nn.Linear(3, 2), OwnPlacement()
         declare(model, {"*": P()})

@@ -70,7 +70,7 @@ def a_fake_world_within(fails: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_existing_process_groups_work_after_a_fake_world(world: World, fails: bool) -> None:
+def test_existing_and_new_process_groups_communicate_after_fake_world_ends(world: World, fails: bool) -> None:
     assert world.run(4, a_fake_world_within, fails) == [[4.0, 4.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 2.0, 2.0]] * 4
 
 

@@ -47,7 +47,7 @@ def total(scale):
         return value.item()
 
 
-def test_ranks_run_on_all_processes(ranks):
+def test_ranks_run_returns_results_of_all_ranks(ranks):
     assert ranks.run(total, 3, 2.0) == [12.0] * 3
 
 
@@ -65,13 +65,13 @@ def large():
     return torch.full((3_000_000,), float(dist.get_rank()))
 
 
-def test_large_results_are_returned(ranks):
+def test_ranks_run_returns_large_results(ranks):
     assert [found.mean().item() for found in ranks.run(large, 2)] == [0.0, 1.0]
 
 
 @settings(max_examples=5)
 @given(st.integers(0, 10**9))
-def test_all_processes_draw_equal_examples(ranks, number):
+def test_all_processes_draw_equal_hypothesis_examples(ranks, number):
     assert ranks.run(total, 2, number) == [3 * number] * 2
 
 
@@ -81,30 +81,30 @@ def raise_on_one():
     dist.all_reduce(torch.ones(1))
 
 
-def test_fails_if_one_rank_raises(ranks):
+def test_ranks_run_fails_if_one_rank_raises(ranks):
     ranks.run(raise_on_one, 3)
 
 
 @only_launched
-def test_fails_if_one_process_leaves_before_the_run(ranks):
+def test_ranks_run_fails_if_one_process_failed_before_the_call(ranks):
     assert RANK != 1, "left early"
     ranks.run(total, 3, 1.0)
 
 
 @only_launched
-def test_fails_if_one_process_passes_without_the_run(ranks):
+def test_ranks_run_fails_if_one_process_passes_without_the_call(ranks):
     if RANK != 1:
         ranks.run(total, 3, 1.0)
 
 
 @only_launched
-def test_fails_if_one_process_fails_after_the_run(ranks):
+def test_user_test_fails_on_all_processes_if_one_fails_after_ranks_run(ranks):
     ranks.run(total, 3, 1.0)
     assert RANK != 2, "failed late"
 
 
 @only_launched
-def test_fails_if_arguments_differ_between_processes(ranks):
+def test_ranks_run_fails_if_arguments_differ_between_processes(ranks):
     ranks.run(total, 2, float(RANK == 2))
 
 
@@ -117,17 +117,17 @@ def doze():
     time.sleep(6)
 
 
-def test_fails_if_one_rank_is_late(ranks):
+def test_ranks_run_fails_if_one_rank_exceeds_the_timeout(ranks):
     ranks.run(sleep_on_rank_1, 2, timeout=3)
 
 
-def test_skips_if_all_processes_skip(ranks):
+def test_user_test_skips_if_all_processes_skip(ranks):
     ranks.run(total, 2, 1.0)
     pytest.skip("as planned")
 
 
 @only_launched
-def test_default_group_of_all_processes_is_unchanged(ranks):
+def test_ranks_run_leaves_default_group_of_all_processes_unchanged(ranks):
     value = torch.ones(1)
     dist.all_reduce(value)
     before = dist.group.WORLD
@@ -137,7 +137,7 @@ def test_default_group_of_all_processes_is_unchanged(ranks):
     assert dist.group.WORLD is before
 
 
-def test_ranks_run_after_failed_tests(ranks):
+def test_ranks_run_succeeds_after_failed_tests(ranks):
     assert ranks.run(total, 3, 2.0) == [12.0] * 3
 """
 
@@ -207,9 +207,9 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
             "test_four_ranks_return_the_sum_if_there_are_enough_processes",
             ["total needs 4 ranks, and 3 processes were launched"] * 3,
         ),
-        ("test_fails_if_one_rank_raises", ["planted"] * 3),
+        ("test_ranks_run_fails_if_one_rank_raises", ["planted"] * 3),
         (
-            "test_fails_if_one_process_leaves_before_the_run",
+            "test_ranks_run_fails_if_one_process_failed_before_the_call",
             [
                 "1 of 3 ranks did not make the call run(test_of_a_user.total, ...)",
                 "left early",
@@ -217,18 +217,21 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
             ],
         ),
         (
-            "test_fails_if_one_process_passes_without_the_run",
+            "test_ranks_run_fails_if_one_process_passes_without_the_call",
             ["rank 1: finished the test without this call (the test passed there)"] * 3,
         ),
         (
-            "test_fails_if_one_process_fails_after_the_run",
+            "test_user_test_fails_on_all_processes_if_one_fails_after_ranks_run",
             ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"],
         ),
         (
-            "test_fails_if_arguments_differ_between_processes",
+            "test_ranks_run_fails_if_arguments_differ_between_processes",
             ["the launched processes make different calls (ranks 0-1: "] * 3,
         ),
-        ("test_fails_if_one_rank_is_late", ["did not finish within 3 seconds; its stack was"] * 3),
+        (
+            "test_ranks_run_fails_if_one_rank_exceeds_the_timeout",
+            ["did not finish within 3 seconds; its stack was"] * 3,
+        ),
     ],
 )
 def test_each_launched_process_reports_why_a_test_failed(launched: list[Outcomes], test: str, texts: list[str]) -> None:
@@ -238,7 +241,7 @@ def test_each_launched_process_reports_why_a_test_failed(launched: list[Outcomes
 
 def test_all_launched_processes_report_the_stack_of_a_late_rank(launched: list[Outcomes]) -> None:
     for of_rank in launched:
-        assert "in doze" in of_rank["test_fails_if_one_rank_is_late"][1]
+        assert "in doze" in of_rank["test_ranks_run_fails_if_one_rank_exceeds_the_timeout"][1]
 
 
 def test_launched_processes_reject_xdist(tmp_path: Path) -> None:

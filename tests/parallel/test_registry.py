@@ -150,7 +150,7 @@ def two_registries_in_turn_and_together() -> None:
     third.close()
 
 
-def test_collectives_of_two_registries_work_in_turn_and_concurrently(world: World) -> None:
+def test_collectives_of_two_registries_are_correct_in_turn_and_concurrently(world: World) -> None:
     world.run(8, two_registries_in_turn_and_together)
 
 

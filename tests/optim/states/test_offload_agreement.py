@@ -105,7 +105,7 @@ def test_replica_beside_owner_only_parameter_is_offloaded_on_all_ranks(world: Wo
     assert found == [["norm", "weight"], ["bias", "norm"]]  # the shards of the weight are no replicas
 
 
-def test_each_rank_alone_chooses_which_shards_without_replicas_it_offloads(world: World) -> None:
+def test_offload_of_shards_without_replicas_is_chosen_by_each_rank_alone(world: World) -> None:
     """A rank does not offload more because other data ranks hold other parts of the same parameters."""
     sizes = {"a": 30, "b": 14, "c": 9, "d": 11}
     placements = Sharded("data"), Offloaded(0.5)

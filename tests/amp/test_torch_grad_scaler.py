@@ -76,7 +76,7 @@ def backward(run: Run, step: int, parts: int = 1) -> None:
         run.scaler.scale(run.loss(step, part, parts)).backward()
 
 
-def at_once(run: Run, step: int) -> None:
+def one_backward(run: Run, step: int) -> None:
     backward(run, step)
     run.finish()
 
@@ -113,7 +113,7 @@ def penalised(run: Run, step: int) -> None:
 
 
 WAYS: dict[str, Callable[[Run, int], None]] = {
-    "at once": at_once,
+    "one backward": one_backward,
     "accumulated": accumulated,
     "clipped": clipped,
     "clipped while scaled": clipped_while_scaled,
@@ -140,7 +140,7 @@ def test_parallel_optimizer_with_grad_scaler_is_bitwise_identical_to_torch(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["at once", "clipped"])
+@pytest.mark.parametrize("way", ["one backward", "clipped"])
 def test_two_optimizers_with_one_grad_scaler_train_as_in_torch(
     registry: ProcessGroupRegistry, way: str, kind: str
 ) -> None:
@@ -173,13 +173,13 @@ def test_loaded_grad_scaler_and_optimizer_continue_bitwise_identically(
 ) -> None:
     one, other = Run(kind, registry), Run(kind, registry)
     for step in range(SKIPPED + 1):
-        at_once(one, step)
+        one_backward(one, step)
     other.layers.load_state_dict(one.layers.state_dict())
     # A copy, because load_state_dict keeps the tensors, as in torch.
     other.optimizers[0].load_state_dict(copy.deepcopy(one.optimizers[0].state_dict()))
     other.scaler.load_state_dict(one.scaler.state_dict())
     one.seen.clear()
-    assert trained(other, "at once", SKIPPED + 1) == trained(one, "at once", SKIPPED + 1)
+    assert trained(other, "one backward", SKIPPED + 1) == trained(one, "one backward", SKIPPED + 1)
 
 
 def test_scale_of_grad_scaler_does_not_grow_beyond_float32(registry: ProcessGroupRegistry) -> None:
@@ -211,7 +211,7 @@ def test_disabled_grad_scaler_trains_as_without_a_grad_scaler(registry: ProcessG
         if scaler is not None:
             run.scaler = scaler()
         for step in range(SKIPPED):
-            at_once(run, step) if scaler is not None else _plain(run, step)
+            one_backward(run, step) if scaler is not None else _plain(run, step)
         return [weights for _, weights in run.seen]
 
     def _plain(run: Run, step: int) -> None:

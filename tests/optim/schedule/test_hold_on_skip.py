@@ -57,9 +57,9 @@ class Late(taken_steps.FlagCopy):
         self.is_here = False
 
 
-@pytest.fixture(params=["at once", "late"])
+@pytest.fixture(params=["flag on time", "flag late"])
 def verdict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "late":
+    if request.param == "flag late":
         monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", Late)
     return str(request.param)
 

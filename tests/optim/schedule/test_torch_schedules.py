@@ -66,20 +66,22 @@ SCHEDULES: dict[str, Make] = {
     ),
     "SWALR": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=4),
     "ReduceLROnPlateau": lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1, cooldown=1, min_lr=[1e-3, 1e-2]),
-    "ours, ConstantLR": lambda o: ours.ConstantLR(o, warmup_steps=3),
-    "ours, MultiStepLR": lambda o: ours.MultiStepLR(o, [4, 7], warmup_steps=2, gamma=0.5),
-    "ours, LinearWarmupLR": lambda o: ours.LinearWarmupLR(o, total_steps=EPOCHS, warmup_steps=3),
-    "ours, PolynomialLR": lambda o: ours.PolynomialLR(o, total_steps=EPOCHS, power=2.0),
-    "ours, CosineAnnealingLR": lambda o: ours.CosineAnnealingLR(o, total_steps=EPOCHS, warmup_steps=2, eta_min=1e-3),
-    "ours, then torch's": lambda o: torchs.SequentialLR(
+    "meshstep's ConstantLR": lambda o: ours.ConstantLR(o, warmup_steps=3),
+    "meshstep's MultiStepLR": lambda o: ours.MultiStepLR(o, [4, 7], warmup_steps=2, gamma=0.5),
+    "meshstep's LinearWarmupLR": lambda o: ours.LinearWarmupLR(o, total_steps=EPOCHS, warmup_steps=3),
+    "meshstep's PolynomialLR": lambda o: ours.PolynomialLR(o, total_steps=EPOCHS, power=2.0),
+    "meshstep's CosineAnnealingLR": lambda o: ours.CosineAnnealingLR(
+        o, total_steps=EPOCHS, warmup_steps=2, eta_min=1e-3
+    ),
+    "meshstep's, then torch's": lambda o: torchs.SequentialLR(
         o, [ours.ConstantLR(o, warmup_steps=3), torchs.ExponentialLR(o, 0.9)], milestones=[4]
     ),
-    "torch's, then ours": lambda o: torchs.SequentialLR(
+    "torch's, then meshstep's": lambda o: torchs.SequentialLR(
         o, [torchs.ExponentialLR(o, 0.9), ours.CosineAnnealingLR(o, total_steps=8)], milestones=[4]
     ),
 }
 # Schedules that HoldOnSkip supports: not meshstep's own, which hold by themselves, and not ReduceLROnPlateau.
-HELD = [name for name in SCHEDULES if not (name.startswith("ours, ") and name.endswith("LR")) and "Plateau" not in name]
+HELD = [name for name in SCHEDULES if not name.startswith("meshstep's ") and "Plateau" not in name]
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
@@ -174,7 +176,7 @@ def needs_pickle(name: str) -> bool:
     return name.startswith(("SWALR", "CyclicLR", "ReduceLROnPlateau"))
 
 
-@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ours, CosineAnnealingLR"])
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "meshstep's CosineAnnealingLR"])
 def test_schedule_stepped_before_optimizer_warns_as_on_plain_optimizer(
     registry: ProcessGroupRegistry, name: str
 ) -> None:

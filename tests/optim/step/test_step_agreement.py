@@ -678,7 +678,9 @@ def explicit_run(case: str, options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("case", EXPLICIT)
-@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "raise", "max_norm": 1.5}], ids=["late", "at once"])
+@pytest.mark.parametrize(
+    "options", [{}, {"on_nonfinite": "raise", "max_norm": 1.5}], ids=["on_nonfinite=skip", "on_nonfinite=raise"]
+)
 def test_explicit_clips_that_differ_between_ranks_skip_step_and_raise(
     world: World, case: str, options: dict[str, Any]
 ) -> None:

@@ -21,9 +21,10 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
@@ -48,7 +49,7 @@ from ...amp.modes import Mode, Precision, precision_of
 from ...parallel.data import ShardedDataLoader, prepare_dataloader
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import check_all_say_the_same, gather_objects, on_all_ranks
 from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
@@ -425,6 +426,9 @@ class Booster(Saving, Generic[Stats_co]):
             argument is out of range.
         TypeError: An option is not an argument of `ParallelOptimizer`, or another argument of Booster determines it.
         RuntimeError: ``registry`` is None under torchrun, and `init_distributed` has not been called.
+        An argument that is wrong on one rank raises on every rank, except ``registry``.
+
+    Collectives: a gather of Python objects over all ranks.
     """
 
     @overload
@@ -456,26 +460,39 @@ class Booster(Saving, Generic[Stats_co]):
         accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
-        self.precision = precision_of(mixed_precision, "mixed_precision")
         self.registry = registry_of_replicas() if registry is None else registry
         check_registry(self.registry)
-        check_data_parallel(data_parallel, self.registry)
+        self.data_parallel = data_parallel
+        self.precision, steps = on_all_ranks(
+            lambda: self._check_arguments(mixed_precision, max_norm, accumulation_steps, options), self.registry
+        )
+        self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
+        self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
+
+    def _check_arguments(
+        self, mixed_precision: Mode | Precision, max_norm: ClipSpec, accumulation_steps: int, options: dict[str, Any]
+    ) -> tuple[Precision, int | None]:
+        """Return the precision object and the ``accumulation_steps`` of `ParallelOptimizer`. Collectives: none.
+
+        Replaces deprecated options in ``options``.
+
+        Raises: As the constructor.
+        """
+        precision = precision_of(mixed_precision, "mixed_precision")
+        check_data_parallel(self.data_parallel, self.registry)
         if wrong := replace_deprecated(options, options, "Booster"):
             raise wrong
         check_options(options)
-        if options.get("overlap") and data_parallel is not None:
+        if options.get("overlap") and self.data_parallel is not None:
             raise ValueError(
-                f"overlap=True with data_parallel={data_parallel!r}: overlap needs data_parallel=None, with which the "
+                f"overlap=True with data_parallel={self.data_parallel!r}: overlap needs data_parallel=None, with which the "
                 "optimizer itself averages gradients; leave one of them out"
             )
         clip_of(max_norm)
-        self.data_parallel = data_parallel
         # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`. With None it accumulates, which
         # the fixed order does not support.
         may_add = Window(accumulation_steps).steps == 1 and options.get("sum_order") != "fixed"
-        steps = None if may_add else accumulation_steps
-        self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
-        self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
+        return precision, None if may_add else accumulation_steps
 
     # Boosting --------------------------------------------------------------------------------------------------------
 
@@ -551,8 +568,10 @@ class Booster(Saving, Generic[Stats_co]):
         schedule = model if is_schedule(model) else None
         parts: list[nn.Module] = [model] if schedule is None else modules_of(schedule)
         whole: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-        begins = on_all_ranks(lambda: self._check(schedule, whole, optimizer, dataloader, lr_scheduler), self.registry)
-        check_contents(gather_objects(begins, self.registry), self.registry.topology)
+        checked = partial(self._check, schedule, whole, optimizer, criterion, dataloader, lr_scheduler)
+        by_rank = gather_objects(on_all_ranks(checked, self.registry), self.registry)
+        check_all_say_the_same([given for given, _ in by_rank])
+        check_contents([first for _, first in by_rank], self.registry.topology)
         name_parameters(whole, self.registry.topology)
         if self.registry.device.type == "cuda":
             whole.to(self.registry.device)
@@ -577,13 +596,25 @@ class Booster(Saving, Generic[Stats_co]):
         self._optimizers[boosted] = stepped
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
-    def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
+    def _check(
+        self, schedule: Any, model: nn.Module, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any
+    ) -> tuple[dict[str, str], str | None]:
         """Raise ValueError or TypeError if the objects that the user passed to `boost` don't fit together.
 
-        Return a hash of the first samples of an IterableDataset; None if there is none, or if they can't be read.
+        Returns:
+            Texts that must be equal on all ranks, by name, and a hash of the first samples of an IterableDataset; None
+            if there is none, or if they can't be read.
 
         Collectives: none.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the model is a {type(model).__name__}; give the nn.Module, or a schedule of its stages")
+        if criterion is not None and not callable(criterion):
+            raise TypeError(f"criterion is a {type(criterion).__name__}; give a loss function or a module, or None")
+        if dataloader is not None and not isinstance(dataloader, Iterable):
+            raise TypeError(
+                f"dataloader is a {type(dataloader).__name__}; give a DataLoader, another iterable, or None"
+            )
         if schedule is not None:
             check_pipeline(schedule, self.registry, self.data_parallel, optimizer)
         check_unwrapped(model)
@@ -600,7 +631,8 @@ class Booster(Saving, Generic[Stats_co]):
                 followers(lr_scheduler, optimizer)
         elif lr_scheduler is not None:
             raise ValueError("lr_scheduler is given without its optimizer; give both")
-        return first_samples(dataloader)
+        given = {"optimizer= of boost": "None" if optimizer is None else "given"}
+        return given, first_samples(dataloader)
 
     # Training --------------------------------------------------------------------------------------------------------
 

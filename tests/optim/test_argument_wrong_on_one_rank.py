@@ -17,6 +17,7 @@ from checkpoints import content
 from meshstep.amp import GradScaler
 from meshstep.optim import (
     AsyncSaver,
+    Booster,
     ClipState,
     ParallelOptimizer,
     PerParameter,
@@ -269,6 +270,19 @@ def sync(**wrong: Any) -> Callable[[Script], Call]:
     return prepare
 
 
+def booster(**wrong: Any) -> Callable[[Script], Call]:
+    return lambda script: lambda: Booster(registry=script.registry, **on_rank_1(wrong, {}))
+
+
+def boost(**wrong: Any) -> Callable[[Script], Call]:
+    def prepare(script: Script) -> Call:
+        maker = Booster(registry=script.registry)
+        right = {"model": script.model, "optimizer": script.adam}
+        return lambda: maker.boost(**on_rank_1({**right, **wrong}, right))
+
+    return prepare
+
+
 def unshard_wrong(wrong: Any) -> Callable[[Script], Call]:
     return lambda script: lambda: unshard(on_rank_1(wrong, torch.ones(2, 2)), P("data", None), script.registry)
 
@@ -353,6 +367,16 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "sync params [None]": (sync(params=[None]), "params has an item of type NoneType"),
     "sync undeclared": (sync(params=[nn.Parameter(torch.ones(2))]), "declare the same parameters"),
     "connect": (lambda script: lambda: script.registry.connect(on_rank_1("rows", "data")), "rows"),
+    "Booster mixed_precision": (booster(mixed_precision="fp17"), "fp17"),
+    "Booster data_parallel": (booster(data_parallel="zero4"), "data_parallel='zero4': give one of"),
+    "Booster max_norm": (booster(max_norm=-1.0), "max_norm=-1.0: give a finite number > 0"),
+    "Booster accumulation_steps": (booster(accumulation_steps=0), "accumulation_steps"),
+    "Booster option": (booster(plugin=1), "plugin= is an argument of neither Booster nor ParallelOptimizer"),
+    "boost model": (boost(model=None), "the model is a NoneType; give the nn.Module"),
+    "boost optimizer None": (boost(optimizer=None), "optimizer= of boost is given on rank 0 and None on rank 1"),
+    "boost optimizer": (boost(optimizer=3), "optimizer is a int; give a plain torch optimizer"),
+    "boost criterion": (boost(criterion=3), "criterion is a int; give a loss function or a module, or None"),
+    "boost dataloader": (boost(dataloader=3), "dataloader is a int; give a DataLoader, another iterable, or None"),
     "unshard None": (unshard_wrong(None), "shard"),
     "unshard number": (unshard_wrong(3), "shard"),
     "unshard dtype": (

@@ -164,8 +164,14 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
         argument: The name of the argument in the error. Default: ``"precision"``.
     Raises:
         ValueError: No registered mode has this name.
+        TypeError: The class of the object has no attribute ``name``.
     """
     if isinstance(precision, Precision):
+        if not hasattr(precision, "name"):
+            kind = type(precision).__name__
+            raise TypeError(
+                f"the class {kind} has no name for messages; write one in the class: name = {kind.lower()!r}"
+            )
         return precision
     if precision in MODES:
         return MODES[precision]()

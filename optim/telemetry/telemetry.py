@@ -355,9 +355,9 @@ class Planned:
         by, spectral, noise: As in `Telemetry`.
 
     Raises:
-        ValueError: On every rank: a glob of ``by`` matches no parameter, a label is ``"total"``, or a matrix has shards
-            of unequal sizes in an unknown order. With ``noise`` also: no trainable parameter's gradient comes from a
-            single data rank's samples.
+        ValueError: On every rank: a glob of ``by`` or ``spectral`` matches no parameter, a label is ``"total"``, or a
+            matrix has shards of unequal sizes in an unknown order. With ``noise`` also: no trainable parameter's
+            gradient comes from a single data rank's samples.
 
     Collectives: object all-gathers and one all-reduce; none with one rank.
     Host synchronization: yes, except with one rank.
@@ -402,7 +402,14 @@ class Planned:
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
-        fits = [matches_any(spectral.globs if spectral else (), name) for name in names]
+        globs = spectral.globs if spectral else ()
+        for glob in globs:
+            if not any(matches(glob, name) for name in names):
+                raise ValueError(
+                    f"SpectralNorms(globs=...): {glob!r} matches no parameter; give a glob for one of "
+                    f"{', '.join(names[:8])}, ..."
+                )
+        fits = [matches_any(globs, name) for name in names]
         # The shape is None if it is unknown, as with shards of unequal sizes. `PowerIteration` raises for such a
         # tensor.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
@@ -535,11 +542,11 @@ class Telemetry(StepObserver):
         noise: Options to measure the gradient noise scale. None (default): not measured.
 
     Raises:
-        ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` matches no
-            parameter, a label is ``"total"``, a matrix for ``spectral=`` has shards of unequal sizes in an unknown
-            order, or the optimizer already has a Telemetry. With ``noise=`` also: gradients are reduced over data ranks
-            before `step`, there is only one data rank, or no trainable parameter's gradient comes from a single data
-            rank's samples.
+        ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` or
+            ``spectral`` matches no parameter, a label is ``"total"``, a matrix for ``spectral=`` has shards of
+            unequal sizes in an unknown order, or the optimizer already has a Telemetry. With ``noise=`` also:
+            gradients are reduced over data ranks before `step`, there is only one data rank, or no trainable
+            parameter's gradient comes from a single data rank's samples.
         TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after

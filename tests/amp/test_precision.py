@@ -332,6 +332,11 @@ def prepare_in_ddp() -> None:
     assert wrapped(torch.ones(2, 3)).dtype == F16
 
 
+class Nameless(Precision):
+    def _prepare(self, model: nn.Module, registry: Any) -> None:
+        pass
+
+
 def test_precision_of_accepts_names_and_modes() -> None:
     for name, mode in (("fp32", Fp32), ("fp16", TorchFp16), ("bf16", Bf16), ("fp16_naive", NaiveFp16)):
         assert precision_of(name) == mode()
@@ -339,6 +344,10 @@ def test_precision_of_accepts_names_and_modes() -> None:
     assert precision_of("fp8").name == "fp8"
     policy = Bf16(stochastic_rounding=True)
     assert precision_of(policy) is policy
+    with pytest.raises(
+        TypeError, match="the class Nameless has no name for messages; write one in the class: name = '"
+    ):
+        precision_of(Nameless())
     with pytest.raises(ValueError, match="precision='half' is not a mode; choose from 'fp32', 'fp16', 'bf16'"):
         precision_of("half")
 

@@ -253,6 +253,10 @@ def test_telemetry_per_group_reports_norms_over_all_ranks_on_every_rank(world: W
         ({"by": {"total": "*"}}, "has the label 'total', which is reserved for the full model; give another label"),
         ({"spectral": SpectralNorms(iterations=0)}, "give a whole number >= 1"),
         ({"spectral": SpectralNorms(globs="*")}, "give a tuple of globs"),  # type: ignore[arg-type]
+        (
+            {"spectral": SpectralNorms(("*.weight", "head"))},
+            "'head' matches no parameter; give a glob for one of 0.weight",
+        ),
         ({"noise": NoiseScale()}, "NoiseScale needs at least two data ranks"),
         ({"noise": NoiseScale(decay=1.0)}, "give a number >= 0 and < 1"),
         ({"noise": NoiseScale(samples=0)}, "give a finite number > 0"),

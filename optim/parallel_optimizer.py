@@ -229,7 +229,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Reports of hangs then name these calls.
         """
-        super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
+        super().__init_subclass__()  # `Generic` sets the type parameters of the subclass
         methods = {"step", "backward", "clip_grads", "clip_grad_by_norm", "clip_grad_by_value"}
         for name in cls.__dict__.keys() & methods:
             setattr(cls, name, public_call(cls.__dict__[name]))

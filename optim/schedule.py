@@ -800,7 +800,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Advance the wrapped schedule by one step, unless the optimizer skipped its step or ended no accumulation window.
+        """Advance the wrapped schedule by one step, unless the optimizer skipped its step or is within a window.
 
         Host synchronization: on a GPU, one if an earlier step decision is pending, or if a CUDA graph replayed the
         step.

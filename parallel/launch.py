@@ -378,7 +378,7 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
-    # torchrun's agent may already serve the store. Only torch's method env:// connects to this store.
+    # torchrun's agent may already serve the store; torch's method env:// then connects to it.
     agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     url = "env://" if agent else place.url
     ranks: dict[str, Any] = {

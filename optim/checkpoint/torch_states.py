@@ -73,8 +73,7 @@ class ParameterStates:
             )
         if any(isinstance(at, str) for _, at in entry.spec.owned):
             raise ValueError(
-                f"{entry.name}: a DTensor does not support shards on a diagonal, as in {entry.spec}; use "
-                "save_checkpoint"
+                f"{entry.name}: a DTensor does not support owned={{axis: axis}}, as in {entry.spec}; use save_checkpoint"
             )
         if self.sharded_over is None or not entry.shape:
             return entry.spec, self._region()

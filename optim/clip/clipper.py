@@ -543,11 +543,11 @@ class GradientClipper:
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor], bool]:
         """Return the result of `_measure_unscaled`, and True if the norms are those that ``needs`` describes.
 
-        If ``needs`` changed so that the collective is another one, the norms of the last measurement are measured once
-        more. Only if their collective shows that ranks agree, and so have all changed their rule, the new norms are
-        measured. Otherwise ranks that changed their rule would issue other collectives than the other ranks.
+        If ``needs`` changed so that the collective differs, the norms of the former ``needs`` are measured first. Their
+        collective shows whether all ranks changed their rule. If so, the norms of the new ``needs`` are measured too.
+        Otherwise ranks that changed their rule would issue other collectives than the other ranks.
 
-        Collectives: those of `_measure`; after such a change, twice.
+        Collectives: those of `_measure`; after such a change, up to twice.
         Host synchronization: one after such a change.
         """
         last = self._last_needs

@@ -244,7 +244,7 @@ class Probe:
         return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[DifferenceQuotient]:
-        """Yield the central differences whose rounding error is at most 1 % of the derivative.
+        """Yield the central differences whose rounding error is at most 1 % of their value or of `size`.
 
         Each is computed once, and stored for later calls.
         """
@@ -356,7 +356,7 @@ class Explainer:
     def _factor(self, contract: GradientContract, probes: Iterable[Probe]) -> float | None:
         """Return the derivative that ``contract`` predicts from the gradients, divided by the measured one.
 
-        Return None if the factors along the directions of ``probes`` differ, or if a factor cannot be measured.
+        Return None if the factors along the directions of ``probes`` differ, or if a factor is 0 or cannot be measured.
         """
         found: list[float] = []
         for probe in probes:

@@ -209,7 +209,7 @@ class ZeroBucket:
                 arrived = [flat[at : at + p.numel()].view(p.shape) for at, p in places]
                 if flat.is_cpu:
                     torch._foreach_copy_(self.params, arrived)
-                else:  # one kernel; `_foreach_copy_` would launch one per parameter if any memory format differs
+                else:  # few kernels; `_foreach_copy_` would launch one per parameter if any memory format differs
                     copy_each_(self.params, arrived)
             self._seen, self._piece_versions = self._look(), self._look_at_pieces()
 
@@ -471,7 +471,7 @@ class Sharded(StatePlacement):
     per bucket of 32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or
     micro-batch (ZeRO-2). One all-gather per bucket in each step. With ``sum_order="fixed"``, one all-to-all replaces each
     reduce-scatter.
-    Host synchronization: none.
+    Host synchronization: none in a step.
     Memory in addition to the slices: flat copies of two buckets during these collectives, and of three buckets during
     backward with ``gradients=True``.
     """

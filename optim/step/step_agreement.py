@@ -93,7 +93,7 @@ class UsedClip:
         self._all_groups = all_groups
         self.tensors: list[tuple[Tensor, int]] = []
         self._on_cpu: list[Tensor] = []
-        self._values: list[object] = []  # of the tensors in _on_cpu, when number was computed
+        self._values: list[object] = []  # the values of `_on_cpu` from which `number` was computed
         self._of_explicit = self._of_rule = self._of_thresholds = self.number = 0
         self.facts = ClipFacts()
         self.set_rule(rule)

@@ -660,7 +660,7 @@ class Window:
             if params[index].grad is None:
                 raise RuntimeError(
                     f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
-                    f"{index}, shape {tuple(params[index].shape)}), by a forward pass, module.zero_grad() or another "
+                    f"{index}, shape {tuple(params[index].shape)}), for example by module.zero_grad() or another "
                     "optimizer: clear gradients only with zero_grad() of this optimizer"
                 )
         if self._watched is not None and self._watched.has_added(params):

@@ -57,7 +57,7 @@ class Buffers:
         return sum(kept.numel() for kept in self._kept.values())
 
 
-# Rounds ---------------------------------------------------------------------------------------------------------------
+# Matrices, and the rounds in which they are exchanged -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Round:
                 for index in range(lists):
                     for box in boxes(matrix).get(self._me, ()):
                         place = TransferSlice(number, index, box, None if home == self._me else at)
-                        for position in self._tensors.positions_of(matrix.tensor, box):  # a single position
+                        for position in self._tensors.positions_of(matrix.tensor, box):  # always one
                             found.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
         return found

@@ -97,7 +97,7 @@ class LAMB(WholeOptimizer):
             yield Update(slot, slot.param - rate * r, {"exp_avg": m, "exp_avg_sq": v})
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """Make the step of `updates` in place, with few kernels. Yield the slots whose step counts `step` increases."""
+        """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
         sharded = [slot for slot in slots if self.tensors.is_split(slot.position)]
         local = [slot for slot in slots if not self.tensors.is_split(slot.position)]
         for chunk in _chunks(local):
@@ -239,7 +239,7 @@ class LARS(WholeOptimizer):
             yield Update(slot, param, {"momentum_buffer": b})
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """Make the step of `updates` in place, with few kernels. Yield the slots whose step counts `step` increases."""
+        """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
         adapted = [slot for slot in slots if _is_adapted(slot)]
         params = {slot.position: slot.param for slot in adapted}
         # the norm of a scaled gradient is divided by the scale, so that no unscaled gradients are kept
@@ -335,7 +335,7 @@ class StableAdamW(WholeOptimizer):
             yield Update(slot, slot.param - group["lr"] / k * descent, {"exp_avg": m, "exp_avg_sq": v})
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """Make the step of `updates` in place, with few kernels. Yield the slots whose step counts `step` increases."""
+        """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
         found: dict[int, Tensor] = {}
         for chunk in _chunks(slots):
             grads, change = _gradients(chunk), _packed(chunk)

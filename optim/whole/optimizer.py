@@ -676,7 +676,7 @@ class HomeOptimizer(WholeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
-        """Return a function that maps a matrix of this rank to the slot whose ``state`` has the matrix's states."""
+        """Return a function that maps a matrix that this rank owns to the slot whose ``state`` has its states."""
         by_position = {slot.position: slot for slot in slots}
         return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 

@@ -545,7 +545,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
             stored = tuple(axis for axis in declared.sharded_axes if axis in meshed and topology.role(axis) == "data")
         if _shards(declared, topology, stored) != _shards(expected, topology, stored):
             raise ValueError(
-                f"{name} is declared {declared}, but beside its base layer it must be {expected}; call "
+                f"{name} is declared {declared}, but its base layer requires {expected}; call "
                 f"declare_adapters(model) last, or declare(model, {{{name!r}: {expected}}})"
             )
 

@@ -161,7 +161,8 @@ class Linear2D(nn.Module):
     def _column_bias(self) -> Tensor | None:
         """Return the bias [out/cols] of this rank's output features, from the bias shards; None without bias.
 
-        Collectives: over row. "row0": a broadcast. "all": an all-gather. "column": none; an all-reduce in backward.
+        Collectives: over row. "row0": a broadcast, and a reduce in backward. "all": an all-gather, and a reduce-scatter in
+        backward. "column": none, and an all-reduce in backward.
         """
         if self.bias_layout == "row0":
             held = held_or_placeholder(self.bias, self.weight.size(1), like=self.weight)

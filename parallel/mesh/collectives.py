@@ -178,7 +178,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
     """Return the root's tensor on every rank. Other ranks pass a tensor of the same shape and dtype with any values."""
     if over.rank == over.root:
-        # Detached: otherwise the gradient could have the parameter's grad_dtype on the root, but not on other ranks.
+        # Detached: otherwise the result's gradient could have the parameter's grad_dtype, on the root only.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -61,7 +61,7 @@ class ConstantRecord:
             return tensor
         if self._position >= len(self._values):
             raise ValueError(
-                f"a forward called stop_gradient more often than the first forward, {len(self._values)} times; call it "
+                f"the first forward called stop_gradient {len(self._values)} times, and a later one more often; call it "
                 "equally often in every forward"
             )
         value, self._position = self._values[self._position], self._position + 1

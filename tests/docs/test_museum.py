@@ -42,7 +42,7 @@ def beginning_of(page: str) -> str:
     return page.partition("```python\n")[2].partition("```")[0]
 
 
-def test_every_example_of_museum_page_is_run() -> None:
+def test_every_heading_of_museum_md_has_an_example() -> None:
     page = PAGE.read_text()
     assert [found[0] for found in EXHIBIT.findall(page)] == re.findall(r"^### (.*)$", page, re.MULTILINE)
 

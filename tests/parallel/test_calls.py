@@ -249,7 +249,7 @@ def again() -> list[str]:
         return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
 
 
-def test_errors_of_first_and_second_failed_call_name_calls_of_other_ranks(waited: Ended) -> None:
+def test_both_errors_of_two_failed_calls_show_calls_of_other_ranks(waited: Ended) -> None:
     for rank, (first, second) in enumerate(waited["again"].result()):
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):

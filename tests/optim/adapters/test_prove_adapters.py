@@ -101,7 +101,7 @@ def test_stop_gradient_returns_first_forward_values_in_prove_and_detaches_otherw
 def test_prove_rejects_forward_with_more_stop_gradient_calls_than_first() -> None:
     registry = ProcessGroupRegistry(Topology())
     counts = iter([1, *[2] * 100])
-    with pytest.raises(ValueError, match="called stop_gradient more often than the first forward, 1 times"):
+    with pytest.raises(ValueError, match="the first forward called stop_gradient 1 times, and a later one more often"):
         prove(Scaled(lambda: next(counts)), lambda model: model(), registry)
 
 
@@ -172,7 +172,7 @@ def test_lora_factor_spec_that_contradicts_base_layer_is_rejected(
 ) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     expected = (
-        f"{name} is declared {spec}, but beside its base layer it must be {DECLARED[name]}; call "
+        f"{name} is declared {spec}, but its base layer requires {DECLARED[name]}; call "
         f"declare_adapters(model) last, or declare(model, {{{name!r}: {DECLARED[name]}}})"
     )
     for accepts, texts, unchanged in world.run(2, misdeclared, str(tmp_path / "adapter"), name, spec):

@@ -95,7 +95,7 @@ def test_normalize_handles_zeros_nan_and_extreme_values(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_normalize_is_bitwise_identical_to_division(dtype: torch.dtype) -> None:
+def test_normalize_is_bitwise_identical_to_division_by_norm(dtype: torch.dtype) -> None:
     matrix = torch.randn(40, 60, dtype=torch.float64).to(dtype)
     assert torch.equal(normalize(matrix), matrix / matrix.norm())
 

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import process
 from pathlib import Path
@@ -67,8 +67,14 @@ class Forked:
         env: Mapping[str, str] | None = None,
         processes: int = 0,
         import_first: bool = False,
+        fork_children: bool = False,
     ) -> None:
-        """Start the process as `run` does, or as `torchrun` with a number of processes."""
+        """Start the process as `run` does, or as `torchrun` with a number of processes.
+
+        Args:
+            fork_children: Also fork the processes that this one starts by `subprocess.Popen` with `sys.executable` in a
+                new session. Their output must go to a file.
+        """
         self.args = arguments
         folder = tempfile.mkdtemp(prefix="forked")
         weakref.finalize(self, shutil.rmtree, folder)
@@ -76,7 +82,7 @@ class Forked:
         given = dict(os.environ if env is None else env)
         path = _fresh_path(given.get("PYTHONPATH", ""))
         start = _Start(arguments, str(cwd or Path.cwd()), given, path, self._printed)
-        self._process = forkserver().Process(target=_forked, args=(start, processes, import_first))
+        self._process = forkserver().Process(target=_forked, args=(start, processes, import_first, fork_children))
         self._process.start()
 
     @property
@@ -160,7 +166,7 @@ def _fresh_path(python_path: str) -> list[str]:
 # In the new process ---------------------------------------------------------------------------------------------------
 
 
-def _forked(start: _Start, processes: int, import_first: bool) -> None:
+def _forked(start: _Start, processes: int, import_first: bool, fork_children: bool = False) -> None:
     os.setsid()
     for path, stream in zip(start.printed, (sys.stdout, sys.stderr), strict=True):
         stream.flush()
@@ -179,10 +185,36 @@ def _forked(start: _Start, processes: int, import_first: bool) -> None:
     sys.path[:] = start.path
     _forget_modules()
     gc.freeze()  # objects from before the fork live as long as the process; scanning them would copy their memory pages
+    if fork_children:
+        subprocess.Popen = functools.partial(_popen, subprocess.Popen)  # type: ignore[assignment, misc]
     if processes:
         _launch(processes, start.arguments, import_first)
     else:
         _python(start.arguments)
+
+
+def _popen(start: Callable[..., Any], command: Sequence[str], **options: Any) -> Any:
+    """Start a process like `subprocess.Popen` (``start``), but fork it if it would run Python in a new session."""
+    if command[0] != sys.executable or not options.get("start_new_session"):
+        return start(command, **options)
+    assert options["stderr"] == subprocess.STDOUT
+    return _ForkedChild(command[1:], options["stdout"].name, str(options["cwd"]), options["env"])
+
+
+class _ForkedChild:
+    """A process that is forked from this one, with the methods of `subprocess.Popen` that its user calls."""
+
+    def __init__(self, arguments: Sequence[str], log: str, cwd: str, env: dict[str, str]) -> None:
+        start = _Start(tuple(arguments), cwd, env, _fresh_path(env.get("PYTHONPATH", "")), (log, log))
+        self._process = multiprocessing.get_context("fork").Process(target=_forked, args=(start, 0, False))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("forked", timeout or 0.0)
+        return self._process.exitcode
 
 
 def _forget_modules() -> None:

@@ -6,7 +6,7 @@
     "triton"  on a GPU the Triton kernels, or an error if they don't run there; on a CPU as "auto"
 
 With "triton" and the environment variable ``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then
-the compiled kernels are not used.
+the compiled kernels are not used, and GPUs use torch's kernels.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def kernels_on_gpu(device: torch.device) -> str:
 
 
 def kernels_here() -> str:
-    """Return a text that names the kernels on the CPU. Ranks compare it, because all must use the same kernels."""
+    """Return a text that names the kernels on the CPU, and tells if "triton" is chosen.
+
+    Ranks compare it, because all must use the same kernels.
+    """
     if _is_interpreted():
         return "triton, interpreted"
     on_cpu = "torch" if chosen.native is None else "native"
@@ -137,7 +140,10 @@ _tried: dict[torch.device, Triton | None] = {}
 
 
 def _on_gpu(device: torch.device) -> Triton | None:
-    """Return the Triton kernels if they work on ``device``, otherwise None. A log message names the reason once."""
+    """Return the Triton kernels if a trial of them on ``device`` succeeds, otherwise None, also before a trial is possible.
+
+    A log message names the reason why a trial failed.
+    """
     if device not in _tried:
         if not torch.cuda.is_available() or is_captured():
             return None

@@ -109,7 +109,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
-        self._needed = 0  # number of elements of the kept tables on GPUs: at least those of one step
+        self._needed = 0  # number of elements of the kept tables, an estimate of what one step needs
         self._for_graphs: Tensor | None = None  # pinned int64 elements for future captures
         self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 
@@ -129,6 +129,7 @@ class Tables:
             numels: Number of elements per tensor.
             size: Number of elements per chunk.
             device: The device of the result.
+
         Host synchronization: none.
         """
         key = (size, numels.tobytes(), device, _stream(device))

@@ -89,7 +89,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
-    """Return True if ``tensor`` is not lazy and has the shape and the element order of ``param``.
+    """Return True if ``tensor`` is not lazy, has the shape of ``param``, and has its strides or is contiguous as it is.
 
     ``param`` must be dense and not lazy. Empty tensors need equal strides, which torch's fused CUDA kernels compare.
     """
@@ -99,14 +99,14 @@ def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
 
 
 def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return ``tensor`` if it has the element order of ``param``, else a copy in this order, on ``param``'s device."""
+    """Return ``tensor`` if it passes `same_memory_format`, else a copy with strides and device of the dense ``param``."""
     if same_memory_format(tensor, param):
         return tensor
     return _empty_like(param, tensor.dtype, param.device).copy_(tensor)
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
-    """Give ``tensor`` the strides of the dense tensor ``param``. The tensor object remains the same.
+    """Give ``tensor`` the element order of the dense tensor ``param``. The tensor object remains the same.
 
     Tensors of another shape than ``param``, and instances of a tensor subclass other than ``nn.Parameter``, stay
     unchanged.

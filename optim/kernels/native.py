@@ -1,9 +1,10 @@
 """Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
 The kernels need one pass over memory where torch's kernels need two or more. For norms, gradients of the dtypes in
-`DTYPES` are converted to float64 as they are read, and their powers are summed. An update reads the gradient in its own
-precision, multiplies it by a factor, updates parameter and optimizer states, and writes the half-precision copy of the
-parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters (`rounding_noise`).
+`DTYPES` are converted to float64, and their powers are summed (for p = inf, the largest is found). An update reads the
+gradient in its own precision, multiplies it by a factor, updates parameter and optimizer states, and writes the
+half-precision copy of the parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters
+(`rounding_noise`).
 
 The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -142,7 +143,7 @@ class Native:
         """Select the fastest supported instruction set, and return the times of all in seconds, the widest set first.
 
         All sets give bitwise identical results, so ranks may select different ones. A narrower set is selected only if it
-        is at least 5 % faster than the widest set, because smaller differences between the times are random.
+        takes less than 95 % of the widest set's time, because smaller differences are random.
 
         Args:
             timed: Returns the time of the selected set. None (default): `time_of_step`. It takes some milliseconds.

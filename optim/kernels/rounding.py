@@ -35,7 +35,7 @@ def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
     Raises:
         MemoryError: The C loop could not allocate memory.
 
-    Host synchronization: none.
+    Host synchronization: none, except in the first call for a GPU (see `triton_on`).
     """
     others, groups = [], dict[tuple[torch.device, int], list[Drawn]]()
     for drawn in everything:

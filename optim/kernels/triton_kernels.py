@@ -24,7 +24,7 @@ VECTOR = tl.constexpr(16)  # bytes per load of a thread
 #
 # A load of 16 bytes needs an aligned address. So the loop over a chunk begins at the first aligned element, after
 # ``head`` elements. The sums do not depend on the addresses: the division into chunks does not, element i is always
-# added to the sum with index i % BLOCK, and these sums are always added in the order of their indices.
+# added to the sum with index i % BLOCK, and these sums are always added in the same order.
 
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 

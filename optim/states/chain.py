@@ -67,7 +67,7 @@ def checked_group(param_group: object) -> dict[str, Any]:
     """Return a copy of a param group whose ``"params"`` is a list; a single tensor becomes a list of one item.
 
     Raises:
-        TypeError: ``param_group`` is not a dict, or its ``"params"`` are not iterable.
+        TypeError: ``param_group`` is not a dict, or its ``"params"`` are a string or not iterable.
         ValueError: It has no ``"params"``, or they are an exhausted generator.
     """
     if not isinstance(param_group, dict):
@@ -236,7 +236,10 @@ class StatePlacement(ABC):
 
     @abstractmethod
     def check(self, context: PlacementContext) -> None:
-        """Raise ValueError if the placement is incompatible with the optimizer's settings. Collectives: none."""
+        """Raise ValueError if the placement is incompatible with the optimizer's settings. Collectives: none.
+
+        Raise TypeError or ValueError if an argument of the placement is wrong.
+        """
 
     @abstractmethod
     def transform(self, context: PlacementContext) -> ParamTransform:
@@ -283,7 +286,8 @@ class ParamTransform:
     completes_failed_backward = False
     """True if an override of `micro_batch` issues all of its collectives even if its body raises."""
     may_step_partially = False
-    """True if all transforms between this one and the optimizer have ``supports_partial_step``. The chain sets it."""
+    """True if the transforms between this one and the optimizer that override `step` or `write_back` all have
+    ``supports_partial_step``. The chain sets it."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
         """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
@@ -344,7 +348,7 @@ class ParamTransform:
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
         """Return a context manager around the backward of one micro-batch.
 
-        Every rank enters it, including ranks without samples.
+        Ranks without samples enter it too; a rank that enters none in a window issues its collectives in `catch_up`.
         """
         return nullcontext()
 
@@ -628,11 +632,11 @@ class TransformChain:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
             groups.
         given: One record per model parameter that the optimizer received, also if this rank steps no shard of it.
-        frozen: Model parameters that were trained at first, and were frozen when param groups were last added or
+        frozen: Model parameters that were trained earlier, and were frozen when param groups were last added or
             refreshed. Their stepped tensors and optimizer states are kept.
         left_out: (name, parameter) pairs of frozen parameters that are not in the param groups.
-        pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
-        catching_up: The transforms that override `catch_up`.
+        pulling_grads: The transforms that override `pull_grads` and are not idle, from the model to the optimizer.
+        catching_up: The transforms that override `catch_up` and are not idle.
         observers: The step observers, in the order of calls.
         around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
             `update`.
@@ -759,7 +763,7 @@ class TransformChain:
         return positions, new
 
     def unfrozen(self) -> list[tuple[str, Tensor]]:
-        """Return (name, parameter) pairs of the unfrozen parameters over which no transforms are installed yet."""
+        """Return (name, parameter) pairs of the unfrozen parameters that were frozen whenever transforms were installed."""
         given = [(of.name, of.param) for of in self.given if id(of.param) not in self._prepared]
         return [(name, param) for name, param in [*given, *self.left_out] if param.requires_grad]
 

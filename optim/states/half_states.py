@@ -47,7 +47,7 @@ class HalfStates(StatePlacement):
     in the last place of bfloat16, and rounding to nearest would lose the change.
 
     Replicas of a parameter are rounded with equal random bits, because the random generator is seeded by the
-    parameter's name and the step count. A CPU draws other bits than a GPU.
+    parameter's name (of a tied parameter: its layout and shape) and the step count. A CPU draws other bits than a GPU.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would

@@ -290,7 +290,7 @@ def precision_transform(context: PlacementContext) -> ParamTransform:
 
 
 def check_main_grads(context: PlacementContext, accumulation_steps: int | None) -> None:
-    """Raise ValueError if gradients are kept in half precision, and another setting would add them in half precision.
+    """Raise ValueError if gradients are kept in half precision, and another setting needs float32 gradients.
 
     A precision mode with masters and ``main_grads=False`` keeps gradients in half precision. Then state placements,
     ``overlap=True`` and ``accumulation_steps`` > 1 are rejected.

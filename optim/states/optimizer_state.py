@@ -207,7 +207,7 @@ def check_states(saved: object) -> None:
     """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`.
 
     Args:
-        saved: The entry ``"state"`` of a state dict. Floats in tensors are not checked.
+        saved: The entry ``"state"`` of a state dict. Tensors are not checked, except a "step".
     """
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
@@ -251,10 +251,10 @@ _ELEMENTWISE = frozenset(
 
 
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if saved states of an elementwise optimizer of torch are missing or have other shapes than needed.
+    """Raise ValueError if saved states of an elementwise optimizer of torch have other shapes than needed.
 
-    torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
-    other optimizers are not checked.
+    For Adam, AdamW, SGD and Adagrad also if a parameter has some states, but not all. torch's fused kernels do not check
+    shapes: they read and write memory beyond a state that is too small. States of other optimizers are not checked.
 
     Args:
         saved: A state dict, whose param groups have been checked.

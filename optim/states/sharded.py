@@ -770,7 +770,10 @@ class Shards(ParamTransform):
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, then `write_back`, also if ``update`` raised: the other ranks wait in the all-gathers."""
+        """Call ``update``, then `write_back`, because the other ranks wait in its all-gathers.
+
+        `write_back` also runs if ``update`` raised, except after an error of a collective.
+        """
         try:
             update(request)
         except Exception as error:

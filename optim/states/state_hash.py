@@ -37,12 +37,14 @@ def hash_of_state(
     Args:
         table: The stepped tensors.
         params: The model parameters, in the order of ``table.model_plan``; of DTensors the local tensors.
-        states: One dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped tensor
-            holds one value per element. Any other tensor holds the state of a full tensor, such as a step count.
+        states: One dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped
+            tensor, and at least one dim, holds one value per element. Any other tensor holds the state of a full tensor,
+            such as a step count.
         others: Further tensors by name, equal on all ranks.
         registry: The process groups.
         device: The device of the result.
-    Collectives: one all-reduce over all ranks; none on a single rank. Host synchronization: none.
+    Collectives: one all-reduce over all ranks; none on a single rank. Host synchronization: none if all tensors are on
+    ``device``; otherwise for copies between devices.
     """
     topology, total = registry.topology, torch.zeros((), dtype=torch.int64, device=device)
     model = table.model_plan

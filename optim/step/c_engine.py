@@ -148,8 +148,8 @@ class PointerTable:
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
         """Return the arguments of the kernel call that steps all rows and writes their half-precision copies.
 
-        Gradients that are lazily negated, are zeros without memory, or have other strides than their parameter are
-        copied.
+        Gradients that are lazily negated, are zeros without memory, or have another element order than their parameter
+        are copied.
 
         Args:
             grads: The gradient of each row; at least one, all of the same dtype.
@@ -475,8 +475,8 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
     """Return the rows of each param group for kernels on ``device``: cached rows if they can be reused, else new rows.
 
     New rows are stored in ``cache``, unless param groups hold only a bucket of the parameters (`by_bucket.holding`).
-    For new rows, missing states of parameters with a gradient or some state are created: the step count is 0, and other
-    states are filled with `first_value`.
+    For new rows, missing states of supported parameters with a gradient or some state are created: the step count is 0,
+    and other states are filled with `first_value`.
 
     Args:
         optimizer: The optimizer.
@@ -506,9 +506,10 @@ def _rows(
 ) -> ParamRows:
     """Return new rows of one param group.
 
-    A parameter gets a row if it has a gradient or a state, has no gaps in memory, is on ``device``, has float32 states,
-    and is float32, or bfloat16 with a remainder. torch steps the other parameters. Missing states are created. States
-    and remainders get the strides of their parameters.
+    A parameter gets a row if it has a gradient or a state, is no instance of a subclass other than ``nn.Parameter``, has
+    no gaps in memory, is on ``device``, has float32 states, and is float32, or bfloat16 with a remainder. torch steps the
+    other parameters. Missing states of parameters with a row are created. Their states and remainders get the element
+    order of the parameters.
 
     Args:
         all_params: All parameters of the group.

@@ -433,7 +433,7 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 def find_misplaced_ddp(
     params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
-    """Find a parameter in a `DistributedDataParallel` (DDP) whose process group has ranks with other shards of it.
+    """Find a sharded parameter in a `DistributedDataParallel` (DDP) whose process group has ranks outside the data axes.
 
     Such a DDP averages gradients of different shards. The function searches all modules of the process, because a
     parameter has no reference to its DDP module.

@@ -323,7 +323,7 @@ class UnusedParameters:
         Returns:
             True if more windows must be checked; False after window `WINDOWS`.
         Raises:
-            RuntimeError: On every rank, in the last window, if ``overwritten`` is not None on a rank.
+            RuntimeError: On every rank, in the last window, if `check_not_overwritten` rejects ``overwritten`` of a rank.
         Collectives, host synchronization: an object all-gather in the last window, otherwise none.
         """
         if self._arrived is None:

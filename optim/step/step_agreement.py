@@ -104,7 +104,7 @@ class UsedClip:
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts`, `number` and `tensors`, and return True if one of them has changed. Host synchronization: none.
+        """Update `facts`, `number` and `tensors`; return True if they were computed anew. Host synchronization: none.
 
         Args:
             explicit: The rules of explicit clips in the window.
@@ -645,7 +645,7 @@ class StepAgreement:
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
         """Return the text of an error: the values that differ between ranks, and advice.
 
-        Collectives: an object all-gather if a parameter is frozen or has no gradient, and none is thawed.
+        Collectives: an object all-gather if a parameter is frozen or has no gradient, none is thawed, and no rank raised.
         """
         raised = [(rank, of_rank.error) for rank, of_rank in enumerate(by_rank) if of_rank.error is not None]
         if raised:

@@ -250,7 +250,7 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer with torch's kernels, or an optimizer of `meshstep.optim.whole`.
+    """Step a fused optimizer with torch's kernels, `Lion`, or an optimizer of `meshstep.optim.whole`.
 
     Args:
         optimizer: An optimizer for which `steps_on_device` is True.

@@ -349,7 +349,7 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
-    """Return the Triton kernels if they were chosen as the backend and support the optimizer; None otherwise.
+    """Return the Triton kernels if `triton_on` returns them and they support the optimizer; None otherwise.
 
     Args:
         optimizer: The optimizer.

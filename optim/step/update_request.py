@@ -129,8 +129,8 @@ class SplitWeights:
         """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
 
         Weights and remainders are updated. A skipped update changes nothing, because splitting a joined master restores
-        the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket. A bucket has up
-        to `BUCKET_NUMEL` elements, or one larger weight.
+        the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket's split weights.
+        These have up to `BUCKET_NUMEL` elements together, or are one larger weight.
         """
         buckets = self._buckets([group["params"] for group in optimizer.param_groups])
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))

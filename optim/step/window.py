@@ -375,7 +375,7 @@ class Window:
             agreement: The comparison of settings between ranks.
             params: The parameters that are frozen, unfrozen or without a gradient.
             device: The device of the tensor.
-        Host synchronization: that of `StepAgreement.number`.
+        Host synchronization: that of `StepAgreement.of_tensors`.
         """
         weight = self.weight if self.is_weighted else None
         try:

@@ -61,8 +61,8 @@ class LogicalParameters:
     """This rank's parameters and declared buffers, with their logical names and their regions of the full tensors.
 
     A logical name identifies a parameter or buffer of the full model, and is the same on every rank that holds it. If
-    pipeline stages use one name for different parameters, the stage is appended to the name. The name of a tied
-    parameter is its name on the first rank that holds it.
+    pipeline stages or owner ranks use one name for different parameters, their coordinates are appended, as in
+    ``weight@pipe=1``. The name of a tied parameter is its name on the first rank that holds it.
 
     Args:
         model: This rank's part of the model.
@@ -70,13 +70,13 @@ class LogicalParameters:
         trainable_only: True: only parameters with ``requires_grad``, and buffers of modules that hold such a parameter
             themselves. False (default): all parameters and buffers.
     Raises:
-        ValueError: On every rank: a parameter is undeclared although a model axis is larger than 1, a module has extra
-            state, declarations differ between ranks, or the shape of a shard does not fit its declaration.
+        ValueError: On every rank: a parameter is undeclared although a model axis is larger than 1, a module has
+            non-empty extra state, declarations differ between ranks, or the shape of a shard does not fit its declaration.
     Collectives: object all-gathers; none with one rank.
 
     Attributes:
         trainable_only: The argument.
-        names: The logical names of the full model's parameters and declared buffers. The list is equal on every rank.
+        names: The logical names in `regions` of all ranks. The list is equal on every rank.
         regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer of this
             rank.
         buffers: This rank's undeclared persistent buffers, by name in the model.
@@ -159,7 +159,7 @@ class LogicalParameters:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside `DistributedDataParallel`, ``torch.compile`` and similar wrappers.
+    """Return ``model`` without `DistributedDataParallel`, ``torch.compile`` and similar wrappers around it.
 
     The wrappers would prefix the names of its parameters.
     """
@@ -262,7 +262,9 @@ def boxes_of(tensor: SavedTensor) -> HeldTensor:
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """Return the elements of a shard as rectangular parts of the full tensor. The parts are views of ``tensor``.
+    """Return the elements of a shard as rectangular parts of the full tensor.
+
+    The parts are views of ``tensor`` if it is contiguous.
 
     Args:
         region: The region of the full tensor that the shard holds.
@@ -309,7 +311,7 @@ class PieceState:
             state: The optimizer state of the shard, by key.
             piece: The shard, which the optimizer steps.
             region: The region of the full tensor that the shard holds.
-        Host synchronization: one per 0-dim tensor on a device.
+        Host synchronization: one per scalar (see `is_scalar`) on a device.
         """
         found = cls()
         for key, value in state.items():
@@ -434,7 +436,7 @@ class PieceStates:
             states, the states of these ranks are used.
 
     Attributes:
-        combined: Messages about parameters for which `of` combined several different states.
+        combined: Messages about parameters for which `of` combined different states, at least one of a stepped shard.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -452,7 +454,7 @@ class PieceStates:
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
         """Iterate over (key, dtype) of the states that other shards of the parameter have, but not this shard.
 
-        Yields a state only if no replica of this shard has it.
+        Only states of the shards' shape count. Yields a state only if no replica of this shard has it.
 
         Args:
             name: The name of the parameter.
@@ -521,7 +523,7 @@ def _is_number(state: PieceState, key: str) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Return ``one == other`` as a bool; False if the comparison gives a tensor of several elements."""
+    """Return ``one == other`` as a bool; False if this raises RuntimeError, as for tensors of several elements."""
     try:
         return bool(one == other)
     except RuntimeError:  # a tensor of several elements has no truth value
@@ -536,7 +538,7 @@ def _name(tensor: Tensor) -> str:
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
 # Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. They are not saved, except for
-# master weights, which are saved as full tensors. When a checkpoint is loaded, the optimizer keeps its other entries.
+# master weights, which are saved as full tensors. A load keeps the "shards" and "dtypes" of the optimizer.
 LAYOUT = ("masters", "shards", "dtypes")
 
 
@@ -601,7 +603,7 @@ class OptimizerState(NamedTuple):
     rest: dict[str, Any]  # ``state_dict()["meshstep"]`` without coordinates: precision, loss scale and more
 
     def names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parameters in a param group of `groups`."""
+        """Return the names of those parameters of a param group of `groups` that are in ``stepped``."""
         return [self.stepped[position].name for position in group["params"] if position in self.stepped]
 
 
@@ -653,7 +655,7 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
-    """Return this rank's parts of all full tensors by key, as views, and its `RankRecord`.
+    """Return this rank's parts of all full tensors by key, as views of contiguous tensors, and its `RankRecord`.
 
     Args:
         parameters: The parameters and buffers of the model.
@@ -662,7 +664,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
 
     Collectives: none.
-    Host synchronization: one per undeclared buffer, and one per 0-dim optimizer state.
+    Host synchronization: one per undeclared buffer, and one per scalar optimizer state, that is on a device.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
     record = RankRecord()

@@ -1,8 +1,8 @@
 """Checkpoint directories, which become complete atomically. Damage is detected when they are read.
 
-    path/meshstep-00000007              complete
-    path/meshstep-00000008.5f0c.writing being written, or left by a crash
-    path/meshstep-00000006.removing     being removed, or left by a crash
+    path/meshstep-00000007                  complete
+    path/meshstep-00000008.5f0c91ab.writing being written, or left by a crash
+    path/meshstep-00000006.removing         being removed, or left by a crash
 
 A checkpoint is written into a directory with a temporary name. When all of its files are on disk, the directory is
 renamed to its final name, which makes the checkpoint complete. Then older checkpoints are removed. Each checkpoint has
@@ -52,7 +52,10 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """Return the record from its JSON form, [size, checksums]. Raise ValueError or TypeError for another form."""
+        """Return the record from its JSON form, [size, checksums].
+
+        Raise ValueError or TypeError if it is no pair, or its size or the number of its checksums is wrong.
+        """
         size, checksums = value
         if (
             not isinstance(size, int)
@@ -493,7 +496,7 @@ def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
 
 
 def path_on_all_ranks(path: str | os.PathLike[str], registry: ProcessGroupRegistry) -> Path:
-    """Return ``path`` as a `Path`. If it is no path on any rank, raise TypeError on every rank.
+    """Return ``path`` as a `Path`. If it is no path on at least one rank, raise TypeError on every rank.
 
     Collectives: an object all-gather over all ranks; none with one rank.
     Host synchronization: yes, except with one rank.

@@ -211,7 +211,7 @@ class Restoration:
 
         Raises:
             ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
-                mesh.
+                mesh. Or as in `PieceStates.of` and `_allocate`.
         """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
@@ -368,8 +368,8 @@ def load_checkpoint(
             does not fit the model, optimizer or schedule, which are unchanged on all ranks.
         RuntimeError: On every rank: a rank could not read, or the checkpoint was replaced in each of several attempts.
             Model, optimizer and schedule are unchanged.
-        TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is
-            not a `ParallelOptimizer`.
+        TypeError: On every rank: ``path`` is not a path. On this rank: neither an optimizer nor a registry is given, or
+            a schedule without an optimizer, or the optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
     Host synchronization: yes.
     Memory: a CPU copy of this rank's parameters, buffers, master weights and optimizer states.
@@ -486,7 +486,8 @@ class _Run(NamedTuple):
         The second value is None if only the model is loaded, without an optimizer.
 
         Raises:
-            ValueError: The optimizer or the schedule is of another class than the saved one, or the content is damaged.
+            ValueError: The optimizer or the schedule is of another class than the saved one, the content is damaged, or
+                the optimizer steps a tensor that is not in the model.
             OSError: The file can't be read.
         """
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
@@ -599,7 +600,7 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
 
 @contextmanager
 def _name_file_in_errors(file: Path) -> Iterator[None]:
-    """Convert errors in the body of the context to a ValueError that says that ``file`` is damaged."""
+    """Convert errors that damaged content causes, such as KeyError, to a ValueError that says that ``file`` is damaged."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
@@ -610,13 +611,13 @@ def _name_file_in_errors(file: Path) -> Iterator[None]:
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
     """Raise ValueError if a saved state of a schedule does not have the structure of the state of ``schedule``.
 
-    Also raise ValueError if an entry would replace a method of ``schedule``.
+    Also raise ValueError if an entry would replace a method or another attribute of the class of ``schedule``.
     """
     now = schedule.state_dict()
     check_like(saved, now, "schedule")
     for name in saved or ():
         if name not in now and hasattr(type(schedule), name):
-            raise ValueError(f"schedule has a value for {name!r}, which is a method of {type(schedule).__name__}")
+            raise ValueError(f"schedule has a value for {name!r}, an attribute of the class {type(schedule).__name__}")
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:

@@ -11,9 +11,9 @@
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
 Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors.
-When saving, each rank writes its shards; when loading, each rank reads the parts that it needs. So a run that was saved
-on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The parameters of all
-ranks together must have the same names and full shapes as in the saved model.
+When saving, ranks write their shards, replicas once; when loading, each rank reads the parts that it needs. So a run
+that was saved on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The
+parameters of all ranks together must have the same names and full shapes as in the saved model.
 
 `torch.distributed.checkpoint` plans which rank writes which part. A checkpoint is a directory: files with the bytes of
 tensors, an index of these files, files with other data, and a manifest with checksums.
@@ -113,7 +113,7 @@ def save_checkpoint(
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
         ValueError: On every rank: ``keep`` is out of range, or micro-batches were accumulated since the last `step`. Or
-            a module has extra state (``get_extra_state``), a parameter needs a declaration, or the optimizer steps a
+            a module has non-empty extra state, a parameter needs a declaration, or the optimizer steps a
             tensor that is not in ``model``. Or the schedule's state or ``extra`` contains an object that could not be
             read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters
             or don't share ``path``, or shards have unequal sizes and no declared full shape (`annotate`). Or the newest
@@ -165,7 +165,7 @@ def make_snapshot(
 ) -> Snapshot:
     """Return this rank's data for `write`. Most of its tensors share memory with the model and the optimizer.
 
-    Arguments and errors as in `save_checkpoint`, except for errors about the path.
+    Arguments and errors as in `save_checkpoint`, except for the errors of `write`.
 
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes.
@@ -285,7 +285,7 @@ def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
 
 
 class AsyncSaver:
-    """Saves checkpoints in the background: `save` copies all tensors to CPU memory, and a thread writes the copies.
+    """Saves checkpoints in the background: `save` copies the run's tensors to CPU memory, and a thread writes the copies.
 
         with AsyncSaver(path, registry, keep=3) as saver:
             for step in range(steps):
@@ -418,7 +418,7 @@ class AsyncSaver:
 
 
 def _copy_to_host(snapshot: Snapshot) -> tuple[Snapshot, list[torch.cuda.Event]]:
-    """Start to copy ``snapshot`` to CPU memory that shares no memory with the model and the optimizer.
+    """Start to copy ``snapshot``, its ``tensors`` to the CPU. The copy shares no memory with the model and the optimizer.
 
     Returns:
         The copy, and one event per CUDA device. Wait for the events before you read the copy.

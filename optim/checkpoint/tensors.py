@@ -1,10 +1,10 @@
 """Write sharded tensors to files and read them, in any layout and without gathering full tensors on a rank.
 
 A part is a rectangular region of a full tensor that a rank holds. If several ranks hold the same part, one of them
-writes it, so that all ranks write about equally many bytes. Each rank writes one file: its parts, one after the other,
-in the machine's byte order. An index has the byte order, and the file and position of each part. A rank reads the parts
-that it needs from the files of all ranks, so the layout may differ between writing and reading. Checksums are computed
-while a file is written, and compared while it is read.
+writes it, so that all ranks write about equally many bytes. Each rank writes its share of the parts into one file, one
+after the other, in the machine's byte order. An index has the byte order, and the file and position of each part. A
+rank reads the parts that it needs from the files of all ranks, so the layout may differ between writing and reading.
+Checksums are computed while a file is written, and compared while it is read.
 """
 
 from __future__ import annotations
@@ -376,7 +376,10 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a writable view of the memory of a contiguous CPU tensor. Keep the tensor alive while the view is used."""
+    """Return a view of the memory of a contiguous CPU tensor, writable unless it is empty.
+
+    Keep the tensor alive while the view is used.
+    """
     return (
         memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         if tensor.nbytes

@@ -55,8 +55,8 @@ class ParameterStates:
     def spec_and_region(self) -> tuple[P, Region]:
         """Return the layout of a state as a DTensor, and this rank's region of it.
 
-        With `Sharded`, the DTensor is sharded by rows over the axes of `Sharded`, in addition to the parameter's
-        layout.
+        With `Sharded`, unless the parameter is 0-dim, the DTensor is sharded by rows over the axes of `Sharded`, in
+        addition to the parameter's layout.
 
         Raises:
             ValueError: A DTensor does not support the layout of the parameter, or the full shape is unknown.
@@ -88,7 +88,7 @@ class ParameterStates:
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
         """Return one optimizer state of the parameter, as a DTensor of the full shape.
 
-        If the parameter is not sharded over axes larger than 1, return a plain tensor.
+        If the state is not sharded over axes larger than 1, return a plain tensor.
 
         Args:
             pieces: (stepped tensor, its state) for each shard that this rank steps. May be empty with `Sharded` only.
@@ -236,6 +236,7 @@ class TorchStates(torch.optim.Optimizer):
         optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after
             `add_param_group`.
     Raises:
+        TypeError: ``optimizer`` is not a `ParallelOptimizer`.
         ValueError: On every rank, in `state_dict`: shards of a parameter have unequal sizes that are not declared. Or a
             DTensor does not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is
             neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports
@@ -448,7 +449,8 @@ class TorchStates(torch.optim.Optimizer):
 
         Raises:
             ValueError: On every rank: the state is of an optimizer with other param groups, of another class, or in
-                another precision mode. Or a number or the text of a clipping rule is missing or wrong.
+                another precision mode. Or a state has another shape. Or a number is missing or wrong, or the text of a
+                clipping rule is wrong.
         Collectives: object all-gathers, and all-gathers of DTensors of another layout. With `Sharded`, also an object
             all-gather and an all-reduce per state, and all-gathers of the weights that are written to the model.
         Host synchronization: yes.
@@ -499,7 +501,7 @@ class TorchStates(torch.optim.Optimizer):
         )
 
     def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved loss scale, numbers of skipped steps and similar values from the first param group.
+        """Return the saved loss scale, numbers of skipped steps, state of a clipping rule and similar values.
 
         Raises:
             ValueError: A number is missing or wrong, or the text of a clipping rule is not valid.

@@ -15,8 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code.
 
     The code is 0, or 1 if ``compare`` found a difference. It is 2, with a message on stderr, if a file can't be read or
-    written or is not of the expected kind, or if the value of an option is out of range. Unknown options, and values
-    that are no numbers, raise SystemExit with the code 2; ``--help`` raises it with the code 0.
+    written, is not of the expected kind or has no step to show or compare, or if the value of an option is out of
+    range. Other wrong arguments raise SystemExit with the code 2; ``--help`` raises it with the code 0.
 
     Args:
         arguments: The command line arguments. None (default): ``sys.argv[1:]``.

@@ -235,7 +235,8 @@ class Monitor:
 
     Collectives: two object all-gathers in the constructor, and one small all-reduce over the world per report (over
         gloo an object all-gather). None with one rank.
-    Host synchronization: in the constructor; one per report on rank 0, and over gloo also one per report on every rank.
+    Host synchronization: in the constructor, except with one rank; one per report on rank 0, and over gloo with several
+        ranks also one per report on every rank.
 
     Attributes:
         step: Number of steps so far, including skipped steps. `state_dict` contains it, so that step numbers continue
@@ -348,7 +349,7 @@ class Monitor:
         Call it on all ranks at the end of an epoch or of training.
 
         Collectives: one all-reduce over the world, or over gloo an object all-gather; none with one rank.
-        Host synchronization: one on rank 0; over gloo also one on every rank.
+        Host synchronization: one on rank 0; over gloo with several ranks also one on every rank.
         """
         if self._last is not None:
             self._report(self._last)

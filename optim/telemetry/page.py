@@ -248,7 +248,7 @@ def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Return a number as a short text with three to five significant digits; integers below 10 million in full."""
+    """Return a number as a short text, rounded to three to five significant digits; integers below 10 million in full."""
     if not isfinite(value) or value == 0:
         return f"{value:g}"
     if 1e-3 <= abs(value) < 1e4:

@@ -163,7 +163,8 @@ class Recorder(StepObserver):
     A recorded step has, for each parameter, the weight before the step (the master weight if there is one), the reduced
     and unscaled gradient before clipping, and the update. Of each of them, it has the L2 norm, a hash of all bits and a
     sketch: `BUCKETS` signed sums of elements, from which `compare_runs` estimates distances. It also has the loss scale,
-    the options of all param groups, the norm and the clip coefficient, and the axes along which replicas differ.
+    the numbers among the options of all param groups, the norm and the clip coefficient, and the axes along which
+    replicas differ.
 
     Norm and sketch of a gradient are those of the gradient that is applied, before clipping. Its hash is that of the
     gradient without the loss scale, averaged over data ranks, and with ``accumulation_steps`` over micro-batches. The
@@ -178,7 +179,7 @@ class Recorder(StepObserver):
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device
             has no float64.
-        TypeError: On every rank: ``path`` is not a path.
+        TypeError: On every rank: ``path`` is not a path. On this rank: the optimizer is not a `ParallelOptimizer`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
@@ -247,7 +248,7 @@ class Recorder(StepObserver):
             *tensors: The inputs, and also the targets if you like. The first dim counts the samples.
 
         Raises:
-            ValueError: The next step is recorded, and no tensor is given.
+            ValueError: The next step is recorded, and no tensor is given on a rank that is not left out.
         """
         if self._is_recorded(self.step + 1) and self._plan.counts_batch:
             found = row_hashes(tensors)
@@ -339,7 +340,7 @@ class Recorder(StepObserver):
     def flush(self) -> None:
         """Write the last recorded step to the file, if it was not written yet.
 
-        Host synchronization: one on global rank 0, if there is such a step.
+        Host synchronization: on global rank 0, if there is such a step: one, and one per option that is a device tensor.
         """
         pending, self._pending = self._pending, None
         if pending is None:

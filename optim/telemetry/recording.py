@@ -75,7 +75,7 @@ class RecordedStep:
         return found
 
     def options(self, name: str) -> Mapping[str, Any]:
-        """Return the options of the parameter's param group in this step."""
+        """Return the recorded options of the parameter's param group in this step; empty if the group is not recorded."""
         groups, group = self.line["groups"], self.layout(name)["group"]
         found: Mapping[str, Any] = groups[group] if group < len(groups) else {}
         return found

@@ -92,7 +92,7 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
-    """Return r if ``b`` is r times ``a`` within a relative tolerance; None if it is not a multiple.
+    """Return r if ``b`` is r times ``a`` within 3 * ``tolerance`` (at least 1e-4) of its norm; None if it is not.
 
     None also if one of them is zero or not finite. If a sketch is not known, r is the ratio of the norms.
     """

@@ -61,13 +61,14 @@ class Difference:
     Args:
         step: Number of the step. In the earlier steps that both runs recorded, they differ by rounding only.
         quantity: "layout", "weight", "gradient", "decision", "option" or "update".
-        parameter: The name of the parameter that shows the cause best, or else the parameter with the largest relative
-            distance. None: the difference concerns no parameter, such as the clip coefficient.
-        parameters: All parameters that differ in this quantity and step.
+        parameter: The name of the parameter that shows the cause best, or else the first of ``parameters``. None: the
+            difference concerns no parameter, such as the clip coefficient.
+        parameters: All parameters that differ in this quantity and step. Of weights, gradients and updates, the one with
+            the largest relative distance is the first.
         cause: The probable cause, a short name.
         axis: The mesh axis of the cause, or axes joined by `` x ``. None: the cause concerns no axis, or the axis is not
             known.
-        ratio: The number of B divided by that of A, if B is a multiple of A.
+        ratio: The number of B divided by that of A, such as a norm or a learning rate. None: no ratio is known.
         text: An explanation.
     """
 
@@ -94,7 +95,7 @@ class Accepted:
         slack: By parameter, the sum of the accepted distances of earlier updates. The update of a step that was not
             compared counts like the last compared update.
         last_update: By parameter, the accepted distance of the last compared update.
-        noise: By parameter, the largest accepted relative distance of its gradient.
+        noise: By parameter, the largest accepted relative distance of its gradient, at most 1.
         largest: The largest relative distance by quantity.
         equal: False if a hash differed or was not known.
         last_step: Number of the last compared step; 0 before the first one.

@@ -547,7 +547,8 @@ class Telemetry(StepObserver):
             unequal sizes in an unknown order, or the optimizer already has a Telemetry. With ``noise=`` also:
             gradients are reduced over data ranks before `step`, there is only one data rank, or no trainable
             parameter's gradient comes from a single data rank's samples.
-        TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`.
+        TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`. On this
+            rank: the optimizer is not a `ParallelOptimizer`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. In a measured step, one
@@ -587,7 +588,7 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        # number of data ranks over which the reduced gradient is averaged; its remaining divisor if it has no weights
+        # number of data ranks over which the reduced gradient is averaged; without weights, its remaining divisor
         self._averaged, self._count = 1, 1
         self._scale: Tensor | None = None
         optimizer.add_observer(self)

@@ -42,7 +42,7 @@ class ReportFile:
         self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        """Close the file, and move lines that are no reports or of steps after ``step`` to ``<path>.dropped``."""
+        """Close the file, and move damaged lines and lines of steps after ``step`` to ``<path>.dropped``."""
         self.close()
         if self.path.exists():
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)

@@ -289,9 +289,9 @@ class Adafactor(FactoredOptimizer):
             0.01.
         beta2_decay: Exponent c <= 0. In step t, the new squared gradients have the weight t^c in the second moments.
             Default -0.8.
-        eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment; None: the machine epsilon of
-            the parameter's dtype. The step is multiplied by the RMS of the parameter, or by eps2 if the RMS is smaller.
-            Default (None, 0.001).
+        eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment, and of the mean of its factor R;
+            None: the machine epsilon of the parameter's dtype. The step is multiplied by the RMS of the parameter, or by
+            eps2 if the RMS is smaller. Default (None, 0.001).
         d: Upper limit of the RMS of the scaled gradient, gradient / sqrt(second moment). A gradient with a larger RMS
             is scaled down to this limit. Default 1.
         weight_decay: Decoupled weight decay, multiplied by ``lr``. Default 0.

@@ -591,8 +591,8 @@ class Homes:
                 CPU without `ParallelOptimizer`, it is called for one matrix at a time.
             device: As in `map`.
         Returns:
-            An iterator of {position: shard of the result in the full tensor's dtype}: on a GPU one dict per round, on a
-                CPU one per position.
+            An iterator of {position: shard of the result in the full tensor's dtype}: on a GPU at most one dict per
+                round, on a CPU one per position.
 
         Collectives, host synchronization, memory: as in `map`.
         """

@@ -97,7 +97,10 @@ class LAMB(WholeOptimizer):
             yield Update(slot, slot.param - rate * r, {"exp_avg": m, "exp_avg_sq": v})
 
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
+        """Make the step of `updates` in place, with few kernels.
+
+        Yield an `Update` without new states for each slot without bias correction. torch's kernel counts the other steps.
+        """
         sharded = [slot for slot in slots if self.tensors.is_split(slot.position)]
         local = [slot for slot in slots if not self.tensors.is_split(slot.position)]
         for chunk in _chunks(local):

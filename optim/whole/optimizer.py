@@ -472,8 +472,8 @@ def moments(slot: Slot) -> dict[str, Any]:
 def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
     """Make one step of AdamW with torch's fused kernels, which launch few kernels and need no temporary tensors.
 
-    Parameters, moments and step counts change in place, unless ``found_inf`` is 1. Gradients with a ``grad_scale`` are
-    divided by it in place, as in torch's own fused optimizers. Results equal those of `adamw_update` except for rounding.
+    Parameters, moments and step counts change in place, unless ``found_inf`` is 1. Gradients with a ``grad_scale`` may
+    be divided by it in place, as in torch's own fused optimizers. Results equal those of `adamw_update` up to rounding.
 
     Args:
         slots: Slots for which `Slot.is_batched` is True.

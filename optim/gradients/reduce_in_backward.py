@@ -100,6 +100,7 @@ class BackwardReducer:
             {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
         ]
         self._next, self._exchanges, self._is_open = 0, InFlight(self._in_flight), True
+        self._move_hooks_last()
         try:
             yield
         except Exception:
@@ -133,6 +134,14 @@ class BackwardReducer:
         while self._next < len(self._eager) and not self._waiting[self._next]:
             self._exchanges.run([self._eager[self._next].start])
             self._next += 1
+
+    def _move_hooks_last(self) -> None:
+        """Let hooks that a script registered later run first: a gradient that they change is reduced after the change."""
+        for handle in self._hooks:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                # Removed and inserted again: torch does not see the order of OrderedDict.move_to_end.
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def reduce_now(self) -> None:
         """Reduce all buckets now, on a rank that ran no `micro_batch` in this step. Collectives: those of the buckets."""

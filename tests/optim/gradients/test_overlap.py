@@ -51,6 +51,45 @@ def same_bits(one: Trained, other: Trained) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
 
 
+def train_with_gradient_hooks(overlap: bool, zero_2: bool) -> Tensor:
+    """Hooks registered before and after the optimizer, which double and square the gradients; return the weights."""
+    registry = ProcessGroupRegistry(Topology(data=2))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    declare(model, {"*": P()})
+
+    def double(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    def square(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.square_()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(double)
+    states = Sharded("data", gradients=True) if zero_2 else ()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = ParallelOptimizer(sgd, registry, states=states, overlap=overlap, bucket_bytes=64)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(square)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(registry.rank("data")))
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize(("overlap", "zero_2"), [(True, False), (False, True)], ids=["overlap", "ZeRO-2"])
+def test_gradient_hooks_registered_after_optimizer_run_before_reduction(
+    world: World, overlap: bool, zero_2: bool
+) -> None:
+    expected = world.run(2, train_with_gradient_hooks, False, False)
+    for weights in world.run(2, train_with_gradient_hooks, overlap, zero_2):
+        assert torch.equal(weights, expected[0])
+
+
 # Bitwise identical results --------------------------------------------------------------------------------------------
 
 

@@ -387,6 +387,17 @@ LISTED: list[Fault] = [
         "SplitWeights(self.remainders).step(self.optimizer, step)",
     ),
     Fault("optim/states/masters.py", "self._writes = 0  # number", "self._writes = 1  # number"),
+    Fault(
+        "parallel/layout/shard.py",
+        "return {} if prod(self.full_shape) else {self.offsets: tensor}",
+        "return {} if not prod(self.full_shape) else {self.offsets: tensor}",
+    ),
+    Fault("optim/states/half_states.py", "(self._split and tensor.dtype == torch.bfloat16)", "(self._split)"),
+    Fault(
+        "optim/states/half_states.py",
+        "(self._split and tensor.dtype == torch.bfloat16)",
+        "(self._split or tensor.dtype == torch.bfloat16)",
+    ),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.

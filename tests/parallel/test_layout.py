@@ -22,7 +22,7 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.interop.dtensor import keep_specs
-from meshstep.parallel.layout.shard import local_index
+from meshstep.parallel.layout.shard import Region, local_index
 from torch import nn
 from world import World
 
@@ -232,6 +232,14 @@ def test_local_index_marks_indices_of_other_ranks(world: World) -> None:
     first, second = world.run(2, found, [0, 3, 4, 6, 7, -1], 7)
     assert first == ([0, 3, 0, 0, 7, -1], [False, False, True, True, False, False])
     assert second == ([0, 0, 0, 2, 3, -5], [True, True, False, False, False, False])
+
+
+@pytest.mark.parametrize(("full", "offset", "found"), [((2, 3), 2, {}), ((0, 3), 0, {(0, 0): (0, 3)})])
+def test_region_without_elements_has_no_part_unless_full_tensor_is_empty(
+    full: tuple[int, int], offset: int, found: dict[tuple[int, int], tuple[int, int]]
+) -> None:
+    region = Region(full, (((offset, 0),), ((0, 3),)), 0, 0)
+    assert {at: tuple(part.shape) for at, part in region.parts(torch.zeros(0, 3)).items()} == found
 
 
 # Blocks: fused weights ------------------------------------------------------------------------------------------------

@@ -292,6 +292,26 @@ def test_half_states_of_other_torch_optimizers_stay_close_to_float32(kind: str) 
             torch.testing.assert_close(half, exact, rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.bfloat16), ("fp32", torch.float64), (Bf16(split_masters=True), torch.float64)],
+)
+def test_half_states_keep_states_of_other_dtypes_unchanged(precision: Mode | Precision, dtype: torch.dtype) -> None:
+    results = []
+    with ProcessGroupRegistry(Topology()) as registry:
+        for states in ((), (HalfStates(),)):
+            other, half = (nn.Parameter(torch.linspace(-1, 1, 8, dtype=kind)) for kind in (dtype, torch.bfloat16))
+            adamw = torch.optim.AdamW([other, half], lr=1e-2)
+            optimizer = ParallelOptimizer(adamw, registry, precision=precision, states=states)
+            for _ in range(3):
+                optimizer.zero_grad()
+                optimizer.backward((other.double().square().sum() + half.double().square().sum()) / 3)
+                optimizer.step()
+            results.append([other.detach(), *(adamw.state[other][key] for key in ("exp_avg", "exp_avg_sq"))])
+    assert same(*results)
+    assert {value.dtype for value in results[1]} == {dtype}
+
+
 def test_existing_states_and_added_groups_are_converted_to_half_states() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["one rank"], 0)

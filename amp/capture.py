@@ -9,7 +9,7 @@ import torch
 
 
 def is_captured() -> bool:
-    """Return True if the current CUDA stream is being captured into a CUDA graph. It does not synchronize the host."""
+    """Return True if the current CUDA stream is being captured into a CUDA graph. No host synchronization."""
     # is_current_stream_capturing() raises without a driver; no capture exists before CUDA is initialized.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

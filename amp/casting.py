@@ -114,9 +114,9 @@ class CastOutputs:
 class Autocast:
     """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
-    A pair of forward hooks is not used instead, because an exception in forward would leave autocast enabled. A closure
-    is not used instead, because a deep copy of the module would call the original module's ``forward``, and a closure
-    cannot be pickled.
+    A pair of forward hooks is not used instead, because without ``always_call=True`` an exception in forward would leave
+    autocast enabled. A closure is not used instead, because a deep copy of the module would call the original module's
+    ``forward``, and a closure cannot be pickled.
 
     Args:
         function: The callable to run.

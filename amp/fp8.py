@@ -64,8 +64,8 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
         data_axes: Additional axes of the all-reduce of the largest absolute values. Default: none.
     Raises:
         TypeError: ``a`` or ``b`` is float64, and all dims of ``b`` are multiples of 16.
-    Collectives: the collectives of `summa`, and an all-reduce (MAX) of two numbers in forward and of one number in
-    backward. Host synchronization: none. Differentiable once.
+    Collectives: those of `summa`. If values are rounded, also an all-reduce (MAX) of two numbers in forward and of one
+    number in backward; none over a single rank. Host synchronization: none. Differentiable once.
     """
     if not fits(b):
         return summa(a, b, grid, inner)
@@ -159,8 +159,8 @@ class Fp8(Precision):
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
     multiple of 16, every `Linear2D` whose features do not divide evenly over the grid, and every `Linear3D`,
-    `Classifier2D` and `Classifier3D`. On rank 0 `prepare` logs warnings with the names of such layers, at most ten per
-    warning. `fp8_layers` returns the result for every layer.
+    `Classifier2D` and `Classifier3D`. `prepare` logs warnings with the names of such layers, at most ten per warning, on
+    rank 0 or, without a registry, in every process. `fp8_layers` returns the result for every layer.
 
     The 8-bit weight is cached until the weight changes or an optimizer steps, so it is rounded once for all micro-batches
     between two steps. An in-place write through ``.data`` is not noticed before the next step of a torch optimizer. The
@@ -189,8 +189,8 @@ class Fp8(Precision):
             not excluded has no spec, but the registry has model axes larger than 1; a pattern of ``exclude`` matches no
             linear layer (not checked with pipeline stages); ``scales="row"``, and a `Linear2D` is not excluded; or as in
             `Precision.prepare`.
-    Collectives: per layer and micro-batch one small all-reduce in forward and one in backward, or two in backward with
-    ``scales="row"``; none over a single rank. Host synchronization: none.
+    Collectives: per layer and micro-batch at most one small all-reduce in forward and one in backward, or two in backward
+    with ``scales="row"``; none over a single rank. Host synchronization: none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"

@@ -342,7 +342,7 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
     The scale maps ``amax`` to the largest value of the format.
 
     Args:
-        x: Floating-point tensor of any shape and memory layout.
+        x: Floating-point tensor with one or more dims, in any memory layout.
         format: `E4M3` or `E5M2`.
         amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the full tensor. [rows, 1]:
             the maximum of each row.

@@ -137,9 +137,9 @@ class DynamicLossScale(LossScale):
             2^16.
         growth_factor: The scale is multiplied by it to grow; a finite number > 1. Default: 2.0.
         backoff_factor: The scale is multiplied by it to back off; a number between 0 and 1 exclusive. Default: 0.5.
-        growth_interval: Number of good steps in a row after which the scale grows, an integer >= 1. Default: 2000.
-        hysteresis: h, the number of the first overflow that reduces the scale, an integer >= 1. Default 1: every overflow
-            reduces the scale.
+        growth_interval: Good steps in a row after which the scale grows; an integer in [1, 2^31). Default: 2000.
+        hysteresis: h, the number of the first overflow that reduces the scale; an integer in [1, 2^31). Default 1: every
+            overflow reduces the scale.
         min_scale, max_scale: Bounds of the scale. Defaults 0.0 and inf: the range of float32's normal numbers.
         device: The device of the state. Default None: torch's default device.
     Raises:
@@ -334,8 +334,8 @@ class GradScaler(torch.amp.GradScaler):
             The return value of ``optimizer.step``; None if the scaler did not call it because of an overflow.
         Raises:
             RuntimeError: As in `torch.amp.GradScaler.step`: `step` was already called for this optimizer since the last
-                `update`, or a closure was passed. Or a `meshstep.optim.ParallelOptimizer` has its own loss scale, or
-                steps other tensors than the model's parameters, such as master weights.
+                `update`, or the keyword argument ``closure`` was passed. Or a `meshstep.optim.ParallelOptimizer` has its
+                own loss scale, or steps other tensors than the model's parameters, such as master weights.
             ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself. The other ranks
                 then skip the step.
             TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
@@ -357,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
             RuntimeError: `unscale_` or `step` was already called for this optimizer since the last `update`.
             ValueError: A gradient is float16. The other ranks then skip the step.
-        Collectives: one all-reduce (MAX, one number, over all ranks).
+        Collectives: one all-reduce (MAX, one number, over all ranks); none with one rank or with ``enabled=False``.
         """
         if not hasattr(optimizer, "param_groups"):
             self._fail_for(optimizer)
@@ -366,8 +366,8 @@ class GradScaler(torch.amp.GradScaler):
     def _fail_for(self, optimizer: object) -> NoReturn:
         """Raise TypeError for an argument that is no optimizer. The other ranks skip the step.
 
-        Collectives: that of `unscale_`, unless `unscale_` was called since the last `update`: then the other ranks do not
-        wait in it.
+        Collectives: that of `unscale_`. None if gradients of an optimizer are unscaled and the optimizer has not stepped
+        yet: the other ranks then do not wait in it.
         """
         unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
         if self._enabled and not unscaled:

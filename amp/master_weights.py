@@ -43,7 +43,7 @@ class MasterWeights:
     it.
 
     Memory per element of a half-precision parameter: 4 bytes for the master, and with ``main_grads=True`` 4 bytes instead
-    of 2 for the gradient.
+    of 2 for the gradient. With ``main_grads=False`` and ``cast=True``, `collect` adds a gradient of 4 bytes.
 
     Args:
         optimizer: Any torch optimizer; it may already have stepped. Its param groups and state are changed in place.

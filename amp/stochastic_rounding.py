@@ -51,7 +51,8 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
         ``target``.
     Raises:
         ValueError: ``target`` is not bfloat16, ``source`` is not float32, or the shapes differ.
-    Collectives: none. Host synchronization: none. Temporary memory: 10 bytes per element, if ``source`` is contiguous.
+    Collectives: none. Host synchronization: none. Temporary memory of a contiguous ``source``: up to 10
+    bytes per element.
     """
     if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
         raise ValueError(

@@ -127,7 +127,7 @@ class Setup:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
-        """Return ``groups`` without the frozen parameters that have no spec, and a list of these parameters.
+        """Return ``groups`` without frozen parameters that have no (supported) spec, and a list of these parameters.
 
         The optimizer leaves such parameters out, so a frozen model needs no declarations. Collectives: none.
 
@@ -434,8 +434,8 @@ class Setup:
     ) -> FingerprintMonitor | None:
         """Return the monitor that compares replicas during the whole run; None if `Fingerprints` is not used.
 
-        Warns if this rank has no replicas. ``masters`` (True if the mode has master weights) and the state placements
-        decide which tensors are compared. Both are equal on all ranks, including ranks without stepped tensors.
+        Warns if this rank has parameters but no replicas. ``masters`` (True if the mode has master weights) and the state
+        placements decide which tensors are compared. Both are equal on all ranks, including ranks without stepped tensors.
         """
         topology, placed = table.plan.topology, bool(self.placements)
         if not isinstance(self.check_replicas, Fingerprints):

@@ -31,11 +31,11 @@ class Lion(torch.optim.Optimizer):
     gradient in the weighted average and in the momentum.
 
     Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
-    device, dtype and param group, with ``found_inf`` one more call per parameter, and three casts per half-precision
-    parameter. Its temporary memory is three float32 tensors per parameter of a param group (float64 for float64
-    parameters), or five for half-precision parameters. Weights and momenta in bfloat16 and float16 are computed in
-    float32 and rounded to nearest, so small updates are lost; use float32 master weights. meshstep has no compiled
-    loops and no Triton kernels for Lion.
+    param group, device and dtypes of parameter and gradient, with ``found_inf`` one more call per parameter, and up to
+    three casts per half-precision parameter. Its temporary memory is three float32 tensors per parameter of a param
+    group (float64 for float64 parameters), or five for half-precision parameters. Weights and momenta in bfloat16 and
+    float16 are computed in float32 and rounded to nearest, so small updates are lost; use float32 master weights.
+    meshstep has no compiled loops and no Triton kernels for Lion.
 
     Args:
         params: Parameters or param groups, as for torch's optimizers.

@@ -140,8 +140,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             a loss scale; ``precision.prepare(model)`` makes the model run in the mode. Default: "fp32", which has
             neither.
         accumulation_steps: Number K of micro-batches per accumulation window; a micro-batch is one call of `backward`.
-            `step` does nothing before the K-th micro-batch, and `zero_grad` nothing from the first micro-batch until
-            `step`. The gradient is the mean over the window. None (default): gradients are summed until you call `step`.
+            Without ``final=True``, `step` does nothing before the K-th micro-batch; `zero_grad` clears nothing from the
+            first micro-batch until `step`. The gradient is the mean over the window. None (default): gradients are summed
+            until you call `step`.
         data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages
             gradients in the last micro-batch of a window. A list of modules on a rank with several pipeline stages.
             None (default): `step` averages the gradients. `step` also averages the gradients of parameters that
@@ -200,6 +201,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
             optimizer is then unchanged. If ``registry`` is not a `ProcessGroupRegistry`, only this rank raises
             TypeError.
+        RuntimeError: On every rank: ranks are in different calls of this library.
     Collectives: object all-gathers in the constructor, in the first and the 16th step and, with master weights or other
         copies of weights, in the second step. `add_param_group` and `refresh` also have object all-gathers, and steps
         are then counted again from 1. With default arguments, a step has one all-reduce per gradient bucket and one for
@@ -592,7 +594,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             return decision.stats  # type: ignore[return-value]
 
     def _update(self, decision: StepDecision) -> None:
-        """Run the update. If all ranks skip the step, an error of the update is deferred to the end of the step."""
+        """Run the update. With several ranks, an error in a step that they skip is raised at the end of the step."""
         try:
             with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
                 request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
@@ -1014,7 +1016,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
         initial state. An invalid value raises the error that the constructor would raise, and changes nothing. If the new
-        rule needs other norms, such as norms per parameter, the next step measures twice, with one host synchronization.
+        rule needs other norms, such as norms per parameter, the next step on several ranks measures twice, with one host
+        synchronization.
 
         Collectives: none.
         """
@@ -1077,7 +1080,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             FloatingPointError, RuntimeError: On every rank, as `step`: too many consecutive steps were skipped,
                 gradients were not from `backward` or `window`, or settings differ between ranks.
             ReplicaMismatchError: On every rank: replicas differ.
-        Collectives: only if it raises. Host synchronization: one.
+        Collectives: only if it raises. Host synchronization: one; more if it raises.
         """
         if reason := self._skips.poll(self.on_nonfinite):
             raise self._ended(reason)
@@ -1189,7 +1192,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         need names that are equal in both runs, and shards a known place in the full tensor. States that the optimizer
         factors or packs per shard make the hash depend on the topology.
 
-        Collectives: one all-reduce. Host synchronization: none until the result is read.
+        Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read.
         """
         others = {f"clip {name}": value for name, value in self.clip_state.items()}
         if self._scale is not None:

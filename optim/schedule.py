@@ -300,7 +300,8 @@ class WarmupLR(LRScheduler):
         TypeError: ``optimizer`` is no torch optimizer.
 
     Collectives: none. All ranks skip the same steps, so their schedules agree.
-    Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer` on a GPU, one per step.
+    Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer` on a GPU, one per step. In the constructor one
+        per base rate that is a tensor on a GPU.
     """
 
     def __init__(
@@ -368,7 +369,9 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the schedule by one step, unless the optimizer's step was skipped or ended no accumulation window.
+        """Advance the schedule by one step, except in an accumulation window or after a skipped step (`WarmupLR`).
+
+        With ``hold_on_skip=False`` it also advances after a skipped step.
 
         Args:
             epoch: None (default): advance by one step. A number: set the schedule to this position, even if the
@@ -471,7 +474,8 @@ class WarmupLR(LRScheduler):
         You may call it before or after the optimizer loads its own state. The written rates are those of this
         schedule's formula at the saved position. Inside a `SequentialLR`, another schedule may have set the rates that
         were saved. Then the saved rates are written instead, if this schedule's formula gives the same rates as when it
-        was saved. A schedule that its `SequentialLR` had not started when the state was saved writes no rates.
+        was saved, and if they are not this schedule's initial rates. A schedule that its `SequentialLR` had not started
+        when the state was saved writes no rates.
 
         Args:
             state_dict: The result of `state_dict`.

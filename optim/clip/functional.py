@@ -153,7 +153,7 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
                 raise ValueError(
                     f"the gradient of {_name(listed, index)} ({annotation.spec}) is partial: it must still be summed over "
                     f"{', '.join(over)}. Call sync_gradients(params, registry) after the last backward, or use "
-                    "ParallelOptimizer, which calls it"
+                    "ParallelOptimizer, whose step sums it"
                 )
 
 
@@ -229,8 +229,8 @@ class StatefulClipper:
     def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:
         """Clip the gradients in place, and return their measurements.
 
-        If this method raises ValueError or TypeError on one rank, the other ranks do not multiply their gradients by a
-        factor (but a rule such as `ByValue` still clamps them), and return ``found_inf`` = 1 unless the norm is 0.
+        If this method raises ValueError or TypeError on one rank, the other ranks do not scale their gradients (but a rule
+        such as `ByValue` still clamps them), and return ``found_inf`` = 1 unless the norm is 0.
 
         Args:
             clip: The `ClipState` of the first call.
@@ -257,7 +257,7 @@ class StatefulClipper:
             return self._clip(clip, local, wrong=False)
 
     def take_part(self, clip: ClipState) -> None:
-        """Run the collectives of a call on a rank that then raises. The other ranks return ``found_inf`` = 1."""
+        """Run the collectives of a call before this rank raises. Others return ``found_inf`` = 1 unless the norm is 0."""
         self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
 
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
@@ -312,8 +312,8 @@ def global_norm(
             error names the parameters and the axes.
 
         A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
-        Other calls raise it only on the rank with the wrong argument, parameter or gradient; the norm is then NaN on the
-        other ranks.
+        Other calls raise it only on the rank with the wrong argument, parameter or gradient. The norm is then NaN on the
+        other ranks; without a registry, they may instead wait for this rank until the timeout.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -426,7 +426,7 @@ def clip_grad_norm_(
             later call with the same `ClipState` has parameters of other layouts or sizes, or another ``norm_type`` or
             ``reduction``.
         TypeError: The rule needs a `ClipState`.
-        RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
+        RuntimeError: ``error_if_nonfinite`` is True, and the norm is non-finite or another rank raised.
     Collectives: as `global_norm`. With a `ClipState` of a rule that has several factors (per parameter, named group,
         param group or unit), has state per parameter or clamps by value, only the first call compares declarations, and
         exchanges parameter names.

@@ -243,8 +243,9 @@ class ByName(Clip):
 
     Args:
         groups: A dict from globs over the names of `torch.nn.Module.named_parameters` to thresholds or rules. None or
-            ``math.inf``: the group is not clipped. A rule must have level "total", must not clamp (`ByValue`), and must
-            have no ``norm_type``. It receives the group's norm as the total norm, and has a separate state per group.
+            ``math.inf``: the group is not clipped. A rule must have level "total", must not clamp (`ByValue`) or need norms
+            of weights, and must have no ``norm_type``. It receives the group's norm as the total norm, and has a separate
+            state per group.
         others: The threshold or rule for all parameters that no pattern matches. None: these parameters are not clipped.
             The default ``...`` requires a matching pattern for every parameter; else ValueError is raised on every rank.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.

@@ -619,7 +619,8 @@ def sync_gradients(
             tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; or ``params``
             is an exhausted generator.
         TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
-        RuntimeError: ``registry`` is closed and has no process group for a sum.
+        RuntimeError: ``registry`` is closed and has no process group for a sum. In the first call, on every rank: ranks
+            are in different calls of this library.
 
         The first call with a registry compares the ranks' declarations, and raises an error of ``params`` on every rank.
         Later calls raise it on the rank with the wrong argument only, and the other ranks wait for it until the timeout.

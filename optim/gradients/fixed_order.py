@@ -327,10 +327,11 @@ class FixedOrderSum:
         """Set the gradient of each parameter that requires one to the sum over all micro-batches. Forget all partial sums.
 
         A parameter of ``sliced`` gets no gradient; its bucket receives a slice of the sum. The gradient of a parameter
-        that no micro-batch used becomes zeros. All ranks must have run the same number of micro-batches.
+        that no micro-batch used becomes zeros. All ranks must have run the same number of micro-batches. If it is 0, no
+        gradient is set, and the buckets of ``sliced`` receive None.
 
         Collectives: per bucket one all-to-all over the data ranks, and one all-gather unless the bucket is in
-            ``sliced``; none with one data rank.
+            ``sliced``; none with one data rank, or without micro-batches.
         Host synchronization: none.
         """
         steps = self._ranks.steps

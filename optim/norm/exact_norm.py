@@ -96,7 +96,7 @@ class ExactNorm(GlobalNorm):
     Raises:
         ValueError: ``norm_type`` is not 1, 2 or inf.
     Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather. None on a single rank.
-    Host synchronization: none.
+    Host synchronization: none if all tensors are on the registry's device.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ def check_measurement(
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
     """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
 
-    For a non-finite norm it is 0 or NaN. Callers do not apply it then, because they skip the step.
+    With a ``max_norm`` it is 0 or NaN for a non-finite norm. Callers do not apply it then, because they skip the step.
     """
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

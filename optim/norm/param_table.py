@@ -65,8 +65,8 @@ class SteppedTensor(ParamPosition):
         for row in optimizer.stepped_tensors():
             print(row.name, row.region)
 
-    ``tensor`` is 1-dim if optimizer states are sharded, and has the parameter's shape otherwise. It is float32 if it is a
-    master weight.
+    ``tensor`` is 1-dim if its optimizer state is sharded (`Sharded`), and has the parameter's shape otherwise. It is
+    float32 if it is a master weight.
 
     Args:
         entry: The row's entry in the reduction plan: spec, shape and param group of the tensor whose gradient is

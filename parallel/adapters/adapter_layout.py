@@ -113,7 +113,7 @@ class AdapterLayout:
 
     @property
     def communicating_axes(self) -> Axes:
-        """Return the axes over which the forward of the adapter issues collectives."""
+        """Return the axes over which the adapter may issue collectives; with DoRA there may be more."""
         return ()
 
     @property
@@ -485,7 +485,7 @@ def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer"
         topology: Provides the axes. With one rank, an undeclared weight counts as replicated.
         name: Name of the layer in errors. Default: "the base layer".
     Raises:
-        ValueError: The weight has no spec, only some ranks hold it, or the spec does not fit the topology.
+        ValueError: The weight has no spec, is declared with ``owned=``, or the spec does not fit the topology.
     """
     if annotation_of(weight) is None and topology.world_size == 1 and not has_dtensors((weight,)):
         return P()
@@ -522,10 +522,10 @@ def mesh_axes_of(param: Any, topology: Topology) -> set[str]:
 
 
 def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) -> None:
-    """Raise ValueError if a factor is declared with other shards than its base layer requires.
+    """Raise ValueError if a factor is undeclared, or declared with other shards than its base layer requires.
 
-    Axes of size 1, and axes over which gradients are partial, are not compared. The result is the same on every rank that
-    has declared the same layouts.
+    Axes of size 1, axes over which gradients are partial, and data axes over which `fully_shard` shards a factor are not
+    compared. With one rank nothing is checked. The result is the same on every rank that has declared the same layouts.
 
     Args:
         factors: (name, parameter) pairs of A, B and, with DoRA, the magnitudes.

@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
         first, second: The factors A and B, in the shapes [r, in] and [out, r]; of several experts in one parameter, in the
             shapes of `GroupedLoRA`.
         magnitude: DoRA's magnitudes; None without DoRA.
-        names: Names of the factors in the model, in the order A, B, magnitude.
+        names: Names of A, B and the magnitudes in the model. The last name may be given without DoRA too, or be missing.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
         key: PEFT's name of the adapter; None for other adapters.
         layout: The layout of an adapter of meshstep; None for other adapters.
@@ -295,7 +295,7 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
             print(audit(model, registry))
 
     Replicas get equal values, shards get distinct values. The context yields the names of the factors that were zero on all
-    ranks. Every rank must enter it.
+    ranks that have them. Every rank must enter it.
 
     Args:
         model: A model with adapters (`declare_adapters`). Without adapters the context changes nothing.
@@ -445,7 +445,11 @@ def _communicates(module: nn.Module | None) -> bool:
 
 
 def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout) -> None:
-    """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the shape ``full``."""
+    """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the shape ``full``.
+
+    If `fully_shard` has sharded the factor over data axes, its global shape is compared instead. The layout of a DTensor
+    over the axes of its mesh is compared too.
+    """
     topology, coordinate = layout.registry.topology, layout.registry.coordinate
     single = without_axes(spec, layout.stacked)
     expected, found = local_shape(full, single, topology, coordinate), tuple(local_tensor(param).shape)

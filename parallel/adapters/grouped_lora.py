@@ -70,7 +70,7 @@ class GroupedLoRA(AroundBase):
         expert_axes: Data axes along which ranks hold different experts, for DTensors. If other data axes shard a DTensor,
             `fully_shard` gathers it over them for the forward. Default: none.
         seed: Seed of the initial factors, which depend on it and on the names only. Default: 0.
-        dtype: Dtype of the factors. None: the dtype of the adapted parameter.
+        dtype: Dtype of the factors. Default None: the dtype of the adapted parameter.
         name: Name of the module, for errors and for the seed. Default: "the experts".
 
     Attributes:
@@ -82,7 +82,7 @@ class GroupedLoRA(AroundBase):
     Shapes: input and output as in the base module. Each forward needs memory for the adapted weight of this rank's experts.
     Raises:
         ValueError: ``r`` is not a positive integer; or a parameter does not exist, is not declared, does not have three
-            dims, or is held by only some ranks.
+            dims, or is declared with ``owned=``.
     Collectives: none except those of the base module. Host synchronization: none.
     """
 
@@ -174,7 +174,7 @@ class GroupedLoRA(AroundBase):
     def unmerge(self) -> None:
         """Subtract the adapters from this rank's shards of the parameters, computed in float64 and rounded once.
 
-        A parameter may differ from its value before `merge` in the last bit. Call it on all ranks.
+        A parameter may differ from its value before `merge` by a rounding error of its merged value. Call it on all ranks.
 
             model.experts.unmerge()
 
@@ -229,7 +229,8 @@ def grouped_layout_of(
     Args:
         base, parameter, registry, is_transposed, expert_axes, name: As in `GroupedLoRA`; ``parameter`` is one name.
     Raises:
-        ValueError: The parameter does not exist, is not declared, does not have three dims, or only some ranks hold it.
+        ValueError: The parameter does not exist, is not declared, does not have three dims, or is declared with
+            ``owned=``.
     """
     weight = dict(base.named_parameters(recurse=False)).get(parameter)
     if weight is None or weight.dim() != 3:

@@ -63,7 +63,7 @@ class LoRA(AroundBase):
         generator: Random generator for the factor that is not zero at first: A, or B on an embedding. It must have the
             same state on all ranks, except along ``expert_axes``. A sequence has one generator per rank along
             ``expert_axes``. None: torch's default generator. Default: None.
-        dtype: Dtype of the factors. None: the dtype of the base layer's weight.
+        dtype: Dtype of the factors. Default None: the dtype of the base layer's weight.
         name: Name of the layer, for errors. Default: "the base layer".
 
     Attributes:
@@ -80,12 +80,12 @@ class LoRA(AroundBase):
             layer is not one of meshstep. In the first forward with dropout: the states of torch's default generator differ
             along the model axes.
         TypeError: In forward: the input or the base layer's output is a DTensor.
-    Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
-    vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`. With DoRA,
-    also those of the norms of the weight's rows, in the constructor and in every forward. In the first forward with
-    dropout, also an all-reduce over the model axes.
-    Host synchronization: none in forward and backward, except one in the first forward with dropout, and one per forward
-    with DoRA if `fully_shard` was applied to the base layer itself, and reshards it after its forward.
+    Collectives: without sequence parallelism, on a column-parallel layer an all-reduce of r features per token in backward;
+    on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. For other layers, see the table in
+    `meshstep.parallel.adapters.adapter_layout`. With DoRA, also those of the norms of the weight's rows, in the constructor
+    and in every forward. In the first forward with dropout, also an all-reduce over the model axes.
+    Host synchronization: none in forward and backward, except in the first forward with dropout, and in every forward with
+    DoRA if `fully_shard` was applied to the base layer itself, and reshards it after its forward.
     """
 
     def __init__(
@@ -245,7 +245,8 @@ class LoRA(AroundBase):
     def unmerge(self) -> None:
         """Restore this rank's shard of the base weight from before `merge`, computed in float64 and rounded once.
 
-        The weight may differ from its value before `merge` in the last bit. Call this method on all ranks.
+        The weight may differ from its value before `merge` by a rounding error of the merged weight. Call this method on
+        all ranks.
 
             model.up.unmerge()
 
@@ -323,8 +324,9 @@ def add_lora(
 
         adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
 
-    The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model. In the
-    name of a layer of an expert, the number in the innermost `nn.ModuleList` is the expert's number in the dense model.
+    Unless you pass ``generator=``, the initial factors depend on ``seed`` and the layer's name only, so they are equal on
+    every layout of the model. In the name of a layer of an expert, the number in the innermost `nn.ModuleList` is the
+    expert's number in the dense model.
 
     Args:
         model: The model. All its parameters are frozen.
@@ -336,8 +338,8 @@ def add_lora(
     Returns:
         The adapters by the full names of the modules that they replace.
     Raises:
-        ValueError: A target is the name of no layer and no parameter of experts, or of a layer that has an adapter; then
-            the model is unchanged. Or as in `LoRA` and `GroupedLoRA`.
+        ValueError: A target is the name of no layer and no parameter of experts, of a layer that has an adapter, or of a
+            parameter of the model itself; then the model is unchanged. Or as in `LoRA` and `GroupedLoRA`.
     Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none, except with DoRA for each
     weight that `fully_shard` has sharded.
     """

@@ -77,8 +77,8 @@ def save_adapter(
             null. Default: None.
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
-        ValueError: On every rank: the model has no adapter; adapters have different settings ``use_rslora`` or
-            ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks have different
+        ValueError: On every rank: a rank's model has no adapter of this name; adapters have different settings
+            ``use_rslora`` or ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks have different
             experts that are in no `nn.ModuleList`; or stages have different adapters of the same name.
     Collectives: all-gathers of each factor over the axes that shard it, and object all-gathers over the world.
     Host synchronization: yes.
@@ -151,7 +151,7 @@ def load_adapter(
         FileNotFoundError: A file is missing. Ranks that have the files raise RuntimeError.
         ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an
             adapter is merged; or as in `save_adapter`. The model is unchanged in this case.
-    Collectives: object all-gathers over the world. Host synchronization: yes.
+    Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     registry = registry or registry_in(model)
 
@@ -336,7 +336,7 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
 
 
 def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the settings of the adapter of a layer equal those in the configuration file."""
+    """Raise ValueError unless the `_SETTINGS` of the adapter of a layer equal those in the configuration file."""
     patterns = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
     settings = _settings_of(adapter)
     for key in _SETTINGS:

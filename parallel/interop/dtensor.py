@@ -149,10 +149,10 @@ def placement_spec(tensor: DTensor) -> P:
     If several mesh dims shard a tensor dim by `Shard`, the first mesh dim is the slowest, as in torch.
 
     A strided shard placement over a mesh dim has a ``split_factor`` f > 1. If later mesh dims shard the same tensor dim,
-    the first of them must divide it into f parts, and the mesh dim of the strided placement comes after these in the
-    spec. `fully_shard` creates such placements: (_StridedShard(0), Shard(0)) over ("data", "tensor") is P(("tensor",
-    "data")). If no later mesh dim shards the tensor dim, it consists of f blocks, such as the gate and up weights in one
-    matrix, and the mesh dim shards each block.
+    the sizes of the first one or more of them must have the product f. In the spec, the mesh dim of the strided placement
+    comes after these. `fully_shard` creates such placements: (_StridedShard(0), Shard(0)) over ("data", "tensor") is
+    P(("tensor", "data")). If no later mesh dim shards the tensor dim, it consists of f blocks, such as the gate and up
+    weights in one matrix, and the mesh dim shards each block.
 
     Args:
         tensor: A DTensor.
@@ -756,7 +756,7 @@ def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool =
         sum_partial: True: first replace partial gradients of DTensors by their sums, except gradients of parameters that
             are declared partial. Default: False.
     Returns:
-        The lists, in the order of ``params``. A gradient or annotation is None if the parameter has none.
+        The fields of `Gradients`, in the order of ``params``. A gradient or annotation is None if the parameter has none.
     Raises:
         ValueError: The layout or the gradient of a DTensor is not supported; see `local_parameter` and `local_gradient`.
     Collectives: with ``sum_partial``, those of `sum_partial_gradient` for each partial gradient; else none.

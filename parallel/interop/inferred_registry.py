@@ -81,7 +81,7 @@ def infer_registry(
             axis have different default roles; or the name of a mesh dim can't be the name of an axis.
     Collectives: one object all-gather over the world, so every rank must call this function. If ``torch.distributed`` is
     not initialised there is none, and the registry has one rank.
-    Host synchronization: yes.
+    Host synchronization: yes, if there is a collective.
     """
     return _infer(lambda: _view(params, averaging), any_roles)
 
@@ -104,8 +104,8 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
         ValueError: On every rank, in the first call: no axes exist of which all mesh dims are products, or the name of a
             mesh dim can't be the name of an axis.
     Collectives: in the first call with these meshes, one object all-gather over the world, so all ranks must make this call
-    at the same point. None in later calls.
-    Host synchronization: in the first call.
+    at the same point. None in later calls, or if ``torch.distributed`` is not initialised.
+    Host synchronization: yes, if there is a collective.
     """
     meshes = _meshes_of(params)
     world = dist.group.WORLD if dist.is_initialized() else None

@@ -104,8 +104,8 @@ def cross_entropy_2d(
             rank calls ``backward()`` on its result; the logits get the gradient of the loss of the full batch.
     Raises:
         ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
-        RuntimeError: A target is out of range; a rank's number of classes does not match ``classes``; or ``classes`` is
-            None, and the number differs between ranks along ``col`` (on CPU; a device assertion on CUDA).
+        RuntimeError: A target is out of range; or on several ranks along ``col``, a rank's number of classes does not match
+            ``classes``, or differs between the ranks if ``classes`` is None (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one all-reduce over ``row`` in
     forward; none in backward. Host synchronization: none.
     """
@@ -190,7 +190,7 @@ class _Sharding:
         maximum may miss it. The loss is NaN anyway, because the sum of exponentials is NaN.
 
         Raises:
-            RuntimeError: A rank has a wrong number of classes (on CPU; a device assertion on CUDA).
+            RuntimeError: One of several ranks has a wrong number of classes (on CPU; a device assertion on CUDA).
         """
         maximum, num_local = values.amax(-1), values.size(-1)
         if self.class_axis is None or self.registry.size(self.class_axis) == 1:

@@ -72,7 +72,7 @@ def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: in
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         blocks: Number of equal layers that are fused in the layer, or the ratio of their sizes. Default: 1.
     Raises:
-        ValueError: The layout is unknown.
+        ValueError: The layout is unknown, or ``blocks`` is not valid.
     """
     columns = in_blocks(col, blocks)
     layouts = {"column": P(columns), "all": P((columns, row)), "row0": P(columns, owned={row: 0})}
@@ -110,7 +110,7 @@ class Linear2D(nn.Module):
         Under autocast the operands are cast to the autocast dtype before they are broadcast.
     Raises:
         ValueError: A rank would get no elements of a parameter; the size of a fused layer is not a multiple of the size of
-            col; the bias layout or an axis is unknown; or the last dim of the input is not in/cols.
+            col; ``blocks``, the bias layout or an axis is not valid; or the last dim of the input is not in/cols.
     Collectives: in forward a broadcast per panel along each axis; in backward two broadcasts and two reductions per
     panel (see `summa`). There are at most q panels on a q x q grid. The bias adds collectives over row. "column": an
     all-reduce in backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in

@@ -489,7 +489,8 @@ def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
         local: The shard; None: this rank has no valid shard, and raises an error after this call.
         over: The group.
     Raises:
-        ValueError: On every rank: a rank has no valid shard, or shards have different dtypes or numbers of dims.
+        ValueError: On every rank that passes a shard: a rank has no valid shard, or shards have different dtypes or numbers
+            of dims.
     Collectives: one all-gather. Host synchronization: yes.
     """
     own = [-1] * (_MAX_DIMS + 2)

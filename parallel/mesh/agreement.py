@@ -97,6 +97,7 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
         This rank's ``result``, and the list of every rank's ``value``, indexed by global rank.
     Raises:
         Exception: The errors of `on_all_ranks`.
+        TypeError: On every rank: `pickle` does not accept the ``value`` of a rank.
     Collectives: those of `gather_objects`.
     Host synchronization: yes, except with one rank.
     """
@@ -168,8 +169,8 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
     """Return a text for comparing an argument between ranks. Equal arguments of the same type have equal texts.
 
-    The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
-    have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object
+    The text of ints, floats, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and
+    1.0 have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object
     with a ``__dict__``, has its type name and its attributes. The text of a function, a class or a `torch.dtype` has
     its name. The text of an `nn.Module`, of another callable object, or of an object of any other type, such as a set, is
     its type name.

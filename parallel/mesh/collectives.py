@@ -63,7 +63,8 @@ class Over:
         axes: Mesh axes of the group.
         dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first dim.
         root: Index of the root rank in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
-        call: Name of the public call that applies the map. The error of a failed collective contains this name.
+        call: Name of the public call that applies the map. The error of a failed collective contains this name, or the
+            name of a public call around it.
     """
 
     registry: ProcessGroupRegistry

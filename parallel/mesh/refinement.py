@@ -44,6 +44,7 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
 
     Raises:
         ValueError: On every rank: a mesh has no names of mesh dims.
+        TypeError: An item is not a device mesh. Other ranks raise ValueError.
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """

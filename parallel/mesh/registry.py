@@ -212,7 +212,8 @@ def order_launches(world: dist.ProcessGroup | None) -> None:
 
     This order is the same on all ranks. Without it, collectives could run in different orders on several streams, and
     deadlock. The function sets the environment variable `LAUNCH_ORDER` to 1, unless it is set. NCCL 2.26 and newer read
-    it once per process, before the first collective. If the default group already ran a collective, the function warns.
+    it once per process, before the first collective. If the function sets it after a collective of the default group, it
+    warns.
 
     Args:
         world: The default group; None: it does not exist yet.
@@ -530,7 +531,7 @@ class ProcessGroupRegistry:
             axes: Names of axes or aliases. No group is created for an axis of size 1.
         Raises:
             ValueError: A name is unknown.
-            RuntimeError: The registry is closed.
+            RuntimeError: The registry is closed, or this version of torch can't create the group.
         Collectives: none.
         """
         for axis in axes:
@@ -756,7 +757,7 @@ class ProcessGroupRegistry:
             )
         if self.global_rank not in members:
             raise ValueError(
-                f"rank {self.global_rank} requests the group of ranks {members}, but is not a member; only members must "
+                f"rank {self.global_rank} requests the group of ranks {members}, but is not a member; only members may "
                 "request a group"
             )
 

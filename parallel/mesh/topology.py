@@ -546,6 +546,7 @@ class Topology(ByRole):
             ValueError: On every rank: a mesh has no names of mesh dims; the groups along a mesh dim have different sizes
                 or strides, or are not a grid; no common axes exist; mesh dims with the same name have different ranks; an
                 axis is part of no mesh dim; or the constructor rejects an argument.
+            TypeError: An item is not a device mesh. Other ranks raise ValueError.
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
         """

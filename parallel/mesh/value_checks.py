@@ -36,7 +36,7 @@ def check_count(value: object, field: str) -> None:
 
 
 def check_number(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is an int in the range of float64, or a float that is not NaN."""
+    """Raise ValueError unless ``value`` is an int in the range of float64 and not a bool, or a float that is not NaN."""
     if not is_number(value):
         raise wrong(field, value, _A_NUMBER)
 

@@ -306,7 +306,8 @@ class LaunchedRanks(Ranks):
     def _reply(self, function: Callable[..., Any], call: bytes) -> None:
         """Call the function, and write one reply into the store: its result, its traceback, or this rank's stack.
 
-        The stack is written if the function has not finished at the timeout.
+        The stack is written if the function has not finished at the timeout. A KeyboardInterrupt or SystemExit is raised
+        without a reply.
         """
         assert self._of is not None
         key, timeout, once = f"reply/{self._calls}", self._of[1], threading.Lock()

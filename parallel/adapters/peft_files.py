@@ -78,8 +78,8 @@ def save_adapter(
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
         ValueError: On every rank: a rank's model has no adapter of this name; adapters have different settings
-            ``use_rslora`` or ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks have different
-            experts that are in no `nn.ModuleList`; or stages have different adapters of the same name.
+            ``use_rslora`` or ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks
+            have different experts that are in no `nn.ModuleList`; or stages have different adapters of the same name.
     Collectives: all-gathers of each factor over the axes that shard it, and object all-gathers over the world.
     Host synchronization: yes.
     """

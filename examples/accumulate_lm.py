@@ -10,11 +10,11 @@
 On each data rank, `--accumulate K` divides a batch into K micro-batches with different numbers of tokens. Each
 micro-batch passes the sum of its losses with its number of tokens as weight, and the step uses the mean over all
 tokens. So the loss curve is the same for every K and topology. The vocabulary is sharded over `tensor`: one table is
-embedding and classifier, and no rank holds the logits of all bytes. Paragraphs are sharded over `cp`; within attention,
-heads are sharded instead. The text is the topics of pydoc, which come with Python.
+embedding and classifier, and a rank computes the logits of its bytes only. Paragraphs are sharded over `cp`; within
+attention, heads are sharded instead. The text is the topics of pydoc, which come with Python.
 
 With `--micro-batches N` the batch of all data ranks has N micro-batches, whose gradients are summed in an order that does
-not depend on the number of data ranks. The printed hash of the state is then the same on 1, 2, 4 or 8 of them.
+not depend on the number of data ranks. The printed hash of the state is then the same for each number that divides N.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ Loader = ShardedDataLoader[tuple[Tensor, int]]
 
 
 def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader, Loader]:
-    """Return loaders for training and, with a sixth of the images, for the test. Each data rank gets a part of a batch."""
+    """Return loaders for training and, with about a sixth of the images, for the test.
+
+    Each data rank gets a part of a batch.
+    """
     train_set, test_set = open_dataset(options, train=True), open_dataset(options, train=False)
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0)).tolist()
     test_samples = max(1, len(order) // (6 * options.batch_size)) * options.batch_size

@@ -149,7 +149,7 @@ def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 
 
 
 def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError if the flags of `add_training_flags` contradict each other.
+    """Raise ValueError if the flags of `add_training_flags` contradict each other or the topology.
 
     Args:
         batch_axes: Data axes over which the batch is sharded. None: all data axes.

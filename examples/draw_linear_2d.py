@@ -45,7 +45,7 @@ class Place:
 class Held(NamedTuple):
     """The shard of one rank: indices of its elements in the full tensor, and its weight in the sum of the squared norm.
 
-    The weight is 1 / replication factor.
+    The weight is 1 / replication factor, or 0 if the rank has no shard.
     """
 
     elements: tuple[int, ...]

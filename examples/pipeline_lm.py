@@ -227,7 +227,10 @@ class Trainer:
             self.run.note(stats, None if loss_sum is None else loss_sum / tokens, count=tokens)
 
     def dense_norm(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Return the gradient norm of the full model for the full batch in float64 on rank 0, from gathered weights."""
+        """Return the gradient norm of the full model for the full batch, in float64 from gathered weights, on rank 0.
+
+        Return None on other ranks.
+        """
         registry = self.registry
         own = {name: unshard(param.detach(), spec_of(param), registry) for name, param in self.part.named_parameters()}
         place = [registry.coordinate[axis] for axis in registry.topology.data_axes]

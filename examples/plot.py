@@ -45,7 +45,7 @@ def draw(
 
 
 def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float], beside: Points = ()) -> Iterator[str]:
-    """Draw frame, curve and the numbers at its ends; a non-finite value is a gap."""
+    """Draw frame, curves, and the ranges of steps and values; a non-finite value is a gap in the curve of ``values``."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if isfinite(value)]
     others = [(step, value) for step, value in beside if isfinite(value)]
     yield f'<rect class="frame" x="{MARGIN}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}"/>'

@@ -114,7 +114,7 @@ class Trainer:
 
     Raises:
         ValueError: There are no layers for the topology, its sizes do not divide the test samples or the sizes of the
-            model, or a checkpoint does not fit.
+            model, a checkpoint does not fit, or a flag needs a GPU or another optimizer.
     """
 
     dtype = torch.float32
@@ -229,7 +229,7 @@ class Trainer:
         return self.loss(logits, labels).to(self.dtype), correct.to(self.dtype).mean()
 
     def dense_norm(self, batch: Samples) -> float | None:
-        """Return the gradient norm of the dense model, computed on rank 0."""
+        """Return the gradient norm of the dense model on rank 0; None on other ranks."""
         parameters = full_parameters(self.model, self.registry)
         if parameters is None or self.reference is None:
             return None
@@ -247,7 +247,7 @@ class Trainer:
 
 
 def report(trainer: Trainer, seconds: float) -> bool:
-    """Print the results on rank 0; return whether the norms are right."""
+    """Print the results on rank 0, and return False there if ``--verify`` found wrong norms; else return True."""
     test_loss, test_accuracy = trainer.test()
     state_hash = trainer.optimizer.state_hash()  # every rank calls it
     if trainer.registry.global_rank != 0:

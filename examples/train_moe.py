@@ -131,7 +131,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
 
 
 def set_roles(options: argparse.Namespace) -> None:
-    """Give each axis of ``--experts`` except tensor the role of a data axis."""
+    """Set ``experts`` to axes of the topology, and give each of them except tensor the role of a data axis."""
     topology: Topology = options.topology
     options.experts = topology.data_axes if options.experts is None else topology.expand_aliases(*options.experts)
     roles: dict[str, Role] = {axis: "data" for axis in options.experts if axis != "tensor"}

@@ -143,7 +143,7 @@ def title_of(options: argparse.Namespace) -> str:
 
 
 def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:
-    """Write one line per row, each number with all digits."""
+    """Write the header and one line per row, each number with all digits."""
     path.write_text("\n".join([header, *(",".join(map(repr, row)) for row in rows), ""]))
 
 

@@ -51,7 +51,7 @@ class DenseLayers:
         return self.batch_axes, self.feature_axes
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError if the attention heads do not divide over the feature axes."""
+        """Raise ValueError if the attention heads do not divide over the axis over which the family shards them."""
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """Return a single linear layer."""

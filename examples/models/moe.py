@@ -188,7 +188,7 @@ class Mixture(nn.Module):
         return gather_from(self.dispatched(*mine), registry, *alike, dim=0)
 
     def dispatched(self, tokens: Tensor, experts: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
-        """Return the outputs of the chosen experts for tokens that only this rank has."""
+        """Return the outputs of the chosen experts for this rank's part of the tokens."""
         choices = taken.flatten().nonzero().squeeze(1)
         choices = choices[experts.flatten()[choices].argsort(stable=True)]  # ordered by expert
         counts = experts.flatten()[choices].bincount(minlength=self.shape.experts)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
     """
     total: Tensor | None = None
     for number, tensor in enumerate(tensors):
-        flat = tensor.detach().reshape(len(tensor), -1)
+        flat = tensor.detach().reshape(len(tensor), prod(tensor.shape[1:]))  # -1 would be ambiguous without rows
         if flat.dtype == torch.bool:
             flat = flat.to(torch.uint8)
         if flat.is_floating_point():

@@ -140,7 +140,7 @@ class Restoration:
             _check_same("parameters", set(names), set(now), where, advice)
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if index and record of the checkpoint list different states, or if a step count is missing."""
+        """Raise ValueError if index and record of the checkpoint list different states, or lack one of `SCALAR_STATE`."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)

@@ -206,7 +206,7 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
         registry: The process groups.
     Raises:
         ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or
-            shards have unequal sizes and no declared full shape.
+            shards have different dtypes, or unequal sizes and no declared full shape.
         RuntimeError: On every rank: a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes.
@@ -373,9 +373,9 @@ class AsyncSaver:
         Returns:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError: On every rank: ranks don't share the path, shards have unequal sizes and no declared full shape,
-                or the newest checkpoint under the path is not the last one that the optimizer saved or loaded there.
-                The previous complete checkpoint is kept.
+            ValueError: On every rank: ranks don't share the path, shards have different dtypes, or unequal sizes and no
+                declared full shape, or the newest checkpoint under the path is not the last one that the optimizer
+                saved or loaded there. The previous complete checkpoint is kept.
             RuntimeError: On every rank: the checkpoint could not be written. The previous complete checkpoint is kept.
         Collectives: one object all-gather, if a checkpoint was started since the last `wait`; none with one rank.
         """

@@ -183,7 +183,7 @@ class Recorder(StepObserver):
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
-        world in a recorded step; none in other steps.
+        world in a recorded step; none in other steps, and none with one rank.
     Host synchronization: in the constructor and after such a change; one on global rank 0 per recorded step, in the next
         step or in `flush`. One more per option of a param group that is a tensor on the device. Otherwise none.
     Memory: in a recorded step, a copy of the tensors that this rank steps, about 60 MB, and 0.5 kB per parameter.

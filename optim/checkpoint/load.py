@@ -140,7 +140,10 @@ class Restoration:
             _check_same("parameters", set(names), set(now), where, advice)
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if index and record of the checkpoint list different states, or lack one of `SCALAR_STATE`."""
+        """Raise ValueError if index and record of the checkpoint list different states, or if a number is missing.
+
+        Such a number is a step count, or another state in `SCALAR_STATE` that the optimizer has.
+        """
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)

@@ -346,8 +346,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
             optimizer: As in the constructor.
             options: As in the constructor.
-        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if there are no
-            axes of which the dims of all device meshes are products.
+        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if no common axes,
+            each with one role, fit all device meshes.
         Collectives: as the constructor, and one more object all-gather, except for a model that `from_pretrained` sharded.
         """
         registry, modules = registry_for(model), averaging_modules(model)
@@ -526,8 +526,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises:
             FloatingPointError: On every rank: the norm is non-finite and ``on_nonfinite="raise"``, or too many
                 consecutive steps were skipped for a non-finite norm; this error comes at most 16 steps late.
-            ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late, but
-                at once with ``on_nonfinite="raise"``.
+            ReplicaMismatchError: On every rank: replicas differ. After the first comparison, `Fingerprints` raises it 16
+                steps late, but at once with ``on_nonfinite="raise"``.
             TypeError: A gradient is complex or sparse; after the first step only the rank with the gradient raises. Or
                 on this rank: a ``"max_norm"`` of a param group is not a number; all ranks skip the step.
             ValueError: A closure is given, or, on every rank, shards of a parameter are replicas (see
@@ -542,11 +542,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   and with ``sum_order="any"``; or other code wrote weights that have master weights.
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
                   gradients (see `mark_last_micro_batch`); a backward of the window raised in other cases, or bypassed
-                  the optimizer after gradients were reduced; or, with one rank, a parameter was unfrozen without
-                  `refresh`.
-                * On every rank: there are no gradients in the first step; the model has trainable parameters that no
-                  optimizer has (see ``on_missing_params``); or, in the second or 16th step, other code has written
-                  weights that the step would overwrite (see `reload_from_model`).
+                  the optimizer after gradients were reduced; a parameter was converted to another dtype or device; or,
+                  with one rank, a parameter was unfrozen without `refresh`.
+                * On every rank, in the first step: there are no gradients; a pipeline schedule divided gradients twice;
+                  or the model has trainable parameters that no optimizer has (see ``on_missing_params``).
+                * On every rank, in the second or 16th step: other code has written weights that the step would overwrite
+                  (see `reload_from_model`).
                 * On every rank, with ``accumulation_steps``: there are non-zero gradients, but the window has no
                   micro-batch.
                 * On every rank, with a loss scale: the gradients are not from `backward` or `window`. Such a step is

@@ -509,8 +509,8 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
         ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, or ``params`` is an
             exhausted generator.
         TypeError: A gradient is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
-    Collectives: none with a registry. Without one, the first call with DTensors on these meshes gathers the meshes, and
-        each partial gradient is summed.
+    Collectives: none with a registry. Without one, the first call and every call with DTensors on new meshes gather the
+        meshes, and each partial gradient is summed.
     Host synchronization: only if meshes are gathered.
     """
     listed, registry = _listed(unique_params(params), registry)
@@ -536,8 +536,8 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
             finite and positive, or ``params`` is an exhausted generator.
         TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is not a
             `ProcessGroupRegistry`.
-    Collectives: none with a registry. Without one, the first call with DTensors on these meshes gathers the meshes, and
-        each partial gradient is summed.
+    Collectives: none with a registry. Without one, the first call and every call with DTensors on new meshes gather the
+        meshes, and each partial gradient is summed.
     Host synchronization: only if meshes are gathered.
     """
     check_number_threshold(clip_value, "clip_value")

@@ -202,8 +202,9 @@ class GradStats:
             rule can skip steps (`SkipSpikes`).
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
         ranks_disagree: 0-dim bool: True if ranks differ in the number of micro-batches, in the weights of micro-batches, in
-            clipping, in hyper-parameters, in their frozen parameters, or in the replicated parameters without a gradient; or
-            if a rank has an error for which all ranks skip the step. The step is then skipped. None on a single rank, and from functions such as `clip_grad_norm_`.
+            clipping, in hyper-parameters, in their frozen parameters, or in the replicated parameters without a gradient,
+            or if an error of one rank makes all ranks skip. The step is then skipped. None on a single rank, and from
+            functions such as `clip_grad_norm_`.
         unclipped: With `ByName`: the patterns whose parameters are not clipped, and ``"others"`` if the parameters that
             match no pattern are not clipped.
     """

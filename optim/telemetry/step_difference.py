@@ -86,7 +86,7 @@ def _layout(pair: StepPair) -> Difference | None:
 
 
 def _missing(pair: StepPair, which: str, names: Sequence[str], others: Sequence[str]) -> Difference:
-    """Return the difference for parameters ``names`` that only run ``which`` has, and ``others`` of the other run."""
+    """Return the difference for ``names``, which only run ``which`` has, and ``others``, which only the other run has."""
     report = _Report(pair, "layout", [*names, *others])
     bases = {name.partition("@")[0] for name in report.names if "@" not in name}
     for name in report.names:

@@ -29,7 +29,7 @@ class ReportFile:
     Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
     `close`.
 
-    If the file exists before the first report, lines of later steps than the monitor's current step are moved to
+    If the file exists before the first report, lines of steps after the monitor's current step are moved to
     ``<path>.dropped``, because they come from an abandoned run. So are lines that are not complete reports. The current
     step comes from `Monitor.load_state_dict`. In a new run it is 0, and all lines except a CSV header are moved.
 

@@ -64,7 +64,8 @@ class PackedTensors:
     Args:
         shapes: Shapes of the tensors.
         dtype, device: Dtype and device of the buffer.
-        keys: One key per tensor. Tensors with equal keys must have equal numbers of elements. None: these numbers.
+        keys: One key per tensor. Tensors with equal keys must have equal numbers of elements. None: the number of
+            elements is the key.
 
     Attributes:
         flat: The buffer. Elements between two tensors have no meaning.

@@ -52,7 +52,7 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "a CUDA graph captures a step or call that differs from all earlier ones: other parameters have "
+                "a CUDA graph captures a step or call that differs from the latest ones: other parameters have "
                 "gradients, or it measures other norms. Before the capture, make the same step or call without a graph, "
                 "with gradients for the same parameters"
             )

@@ -203,9 +203,9 @@ def prove(
         RuntimeError: ``loss_fn`` raised an error on another rank (if it is a ValueError or TypeError, this rank raises
             the same type). The other rank logs its error at once. If this rank waits for that rank in a collective of
             the model, it raises only after the collective has timed out.
-        TypeError: A parameter has half precision and ``dtype`` is None; or a DTensor of a lower dtype would have to be
-            converted to float64; or ``dtype`` is neither float64 nor None; or ``loss_fn`` returned neither a tensor nor
-            None.
+        TypeError: ``model`` is no module; a parameter has half precision and ``dtype`` is None; a DTensor of a lower dtype
+            would have to be converted to float64; ``dtype`` is neither float64 nor None; or ``loss_fn`` returned neither
+            a tensor nor None.
 
     Collectives: those of the model in one forward and backward, in two forwards to measure rounding errors, and in
         about two forwards per 64 right parameters, more for wrong ones. Also object all-gathers over the world.
@@ -289,9 +289,10 @@ def infer(
             They determine which dims are sharded. None: if several dims are possible, one is guessed. Default: None.
 
     Raises:
-        ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``, or a loss is missing,
-            not finite or not a single number.
-        RuntimeError, TypeError: As in `prove`.
+        ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``, ``dtype`` or ``seed``
+            differs between ranks, an adapter is merged, or a loss is missing, not finite or not a single number.
+        TypeError: ``shapes`` is neither a mapping nor a module. Otherwise as in `prove`.
+        RuntimeError: As in `prove`.
 
     Collectives: as in `prove`. If the first guess of a parameter's layout is wrong, more forwards are needed.
     Host synchronization: yes.

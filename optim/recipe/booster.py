@@ -424,7 +424,8 @@ class Booster(Saving, Generic[Stats_co]):
     Raises:
         ValueError: The precision mode does not exist, ``data_parallel`` is unknown or not possible on the mesh, or an
             argument is out of range.
-        TypeError: An option is not an argument of `ParallelOptimizer`, or another argument of Booster determines it.
+        TypeError: An option is not an argument of `ParallelOptimizer`, or another argument of Booster determines it; or
+            ``max_norm`` has a wrong type.
         RuntimeError: ``registry`` is None under torchrun, and `init_distributed` has not been called.
         An argument that is wrong on one rank raises on every rank, except ``registry``.
 

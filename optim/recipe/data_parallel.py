@@ -208,7 +208,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
         broadcast_weights(model, registry)
 
-    A tensor that is sharded over a data axis is broadcast over the other data axes only.
+    A tensor whose spec names data axes, such as a shard over one, is broadcast over the other data axes only.
 
     Args:
         model: The model; changed in place.
@@ -258,8 +258,8 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
     """Make replicas bitwise equal: broadcast weights and optimizer states from the first rank with a replica.
 
     Master weights are broadcast too, and the results are written to the model. Call it on every rank between two steps,
-    about every few hundred steps. Tensors without replicas, frozen parameters, and states that are one number per
-    parameter, such as step counts, are unchanged.
+    about every few hundred steps. Tensors without replicas, frozen parameters, and the states "step", "mu", "mu_product"
+    and "eta", which are one number per parameter, are unchanged.
 
         if step % 200 == 0:
             align_replicas(optimizer)
@@ -270,6 +270,7 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
     Raises:
         ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step
             different numbers of replicated parameters; nothing is changed.
+        TypeError: On this rank: ``optimizer`` is no `ParallelOptimizer`.
 
     Collectives: an object all-gather, one broadcast per 32 MiB of tensors with the same layout, and the collectives by
         which `Sharded` writes weights to the model.

@@ -63,7 +63,8 @@ class Pipeline:
         optimizer: The optimizer of the stages' parameters.
 
     Raises:
-        TypeError: On every rank: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
+        TypeError: On every rank: ``schedule`` is not a schedule of `torch.distributed.pipelining`. On this rank:
+            ``optimizer`` is no `ParallelOptimizer`.
         ValueError: On every rank: the schedule has no loss function, or its stages don't communicate over the mesh's
             pipeline axes. Or a stage of a zero-bubble schedule is in `DistributedDataParallel`, which would never
             average the gradients of weights.

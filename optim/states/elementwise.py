@@ -184,7 +184,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
     for part in parts_of(optimizer):
         if asks_other_ranks(part):
             raise ValueError(
-                f"{why}, and the number of buckets differs between ranks, but {type(part).__name__} uses collectives in "
+                f"{why}, and the number of buckets may differ between ranks, but {type(part).__name__} uses collectives in "
                 "each step: keep float32 masters and states; to save memory, use Sharded or Offloaded"
             )
 

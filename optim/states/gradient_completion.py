@@ -333,7 +333,7 @@ class GradientCompletion:
 
 
 def _observe(method: Callable[[Window], None], window: Window) -> None:
-    """Call a method of a step observer. Its error is deferred to the end of the step."""
+    """Call a method of a step observer. Its error is deferred to the end of the step, or with one rank raised at once."""
     try:
         method(window)
     except Exception as error:

@@ -359,7 +359,7 @@ class Masters(ParamTransform):
     def __init__(self, main_grads: bool, cast: bool = True) -> None:
         self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
-        self._were_written = False  # other code wrote weights before this step, which is therefore skipped
+        self._has_failed = False  # `collect` raised an error, such as for weights that other code wrote
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         if self.masters is None:
@@ -383,11 +383,11 @@ class Masters(ParamTransform):
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
         # `GradientCompletion` reports unfrozen parameters on every rank; an error here would be raised on one rank only.
-        self._were_written = False
+        self._has_failed = False
         try:
             self._made.collect(check_unfrozen=False)
         except RuntimeError as error:
-            self._were_written = True
+            self._has_failed = True
             window.defer(error)
 
     def step(self, request: UpdateRequest, update: Update) -> None:
@@ -401,7 +401,7 @@ class Masters(ParamTransform):
                 late.append(master)
         copies = LowPrecisionOut(masters.param_of)
         update(replace(request, low_precision_out=copies))
-        if not self._were_written:  # otherwise it would restore the old weights
+        if not self._has_failed:  # otherwise the step is skipped, and it would restore weights that other code wrote
             masters.write_back(copies.written)
         if late:
             clear_gradients(late, set_to_none=True)  # the next step of CPU offload sets the copies' gradients again

@@ -205,7 +205,7 @@ def test_capturing_micro_batch_requires_weight_tensor_used_before(warmed_up: boo
     [
         (
             {"reduction": "per_group"},
-            "a CUDA graph captures a step or call that differs from all earlier ones",
+            "a CUDA graph captures a step or call that differs from the latest ones",
         ),
         ({"max_norm": 1.0}, r"a parameter of shape \(3,\) has its first gradient in a step that is captured"),
     ],

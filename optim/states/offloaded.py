@@ -258,7 +258,7 @@ class Offloaded(StatePlacement):
     Collectives: none in a step. With several ranks and a fraction between 0 and 1, one object all-gather when the
         optimizer is made, gets a param group or is refreshed.
     Host synchronization, if parameters are on a device: a step waits for the decision whether it is skipped, for each
-    bucket of gradients, and for the last bucket of weights.
+    bucket of gradients, and for the last bucket of weights per device.
     """
 
     position: ClassVar[Position] = Position.DEVICE
@@ -377,7 +377,7 @@ class OffloadTransform(ParamTransform):
     def step(self, request: UpdateRequest, update: Update) -> None:
         """Copy gradients to the CPU, step on device and CPU, and copy the weights back; bucket by bucket if possible.
 
-        Host synchronization: a wait for the gradients of each bucket, and for the last bucket of weights.
+        Host synchronization: a wait for the gradients of each bucket, and for the last bucket of weights per device.
         """
         optimizer = self._optimizer
         assert optimizer is not None, "a transform is installed before it is used"
@@ -429,7 +429,7 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""
+        """Copy the CPU weights to the device. Host synchronization: a wait for the last bucket per device."""
         with self._opened():
             self._send(self.buckets)
             self._arrive()
@@ -442,8 +442,8 @@ class OffloadTransform(ParamTransform):
 
     def _arrive(self) -> None:
         """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
-        for bucket in self.buckets[-1:]:
-            bucket.wait()  # uploads complete in order, so the uploads of all earlier buckets are complete too
+        for bucket in {bucket.device: bucket for bucket in self.buckets}.values():
+            bucket.wait()  # uploads to a device complete in order, so those of its earlier buckets are complete too
         self._note_versions()
 
     def _note_versions(self) -> None:

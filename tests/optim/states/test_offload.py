@@ -158,6 +158,20 @@ def test_unfused_or_half_state_optimizer_is_called_once_for_all_offload_buckets(
     ]
 
 
+def test_offload_waits_for_the_last_upload_to_each_device() -> None:
+    """Uploads to different devices use different streams, so the last one does not complete after all others."""
+    registry = ProcessGroupRegistry(Topology(data=1))
+    transform = OffloadTransform(1.0, False, registry)
+    waited: list[int] = []
+    devices = ["cuda:0", "cuda:0", "cuda:1", "cpu"]
+    transform.buckets = [
+        SimpleNamespace(device=torch.device(device), wait=partial(waited.append, index))  # type: ignore[misc]
+        for index, device in enumerate(devices)
+    ]
+    transform._arrive()
+    assert waited == [1, 2, 3]
+
+
 @pytest.mark.parametrize("how", ["groups", "value", "explicit"])
 def test_clipping_with_offload_is_bitwise_identical_to_without_offload(how: str) -> None:
     found = []

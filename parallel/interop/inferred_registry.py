@@ -146,6 +146,8 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
             raise TypeError(f"the model is a {type(model).__name__}; give the nn.Module that has the parameters")
         return _view([*model.parameters()], fully_shard_meshes(model))
 
+    if not is_module and not dist.is_initialized():
+        view()  # raises; otherwise every rank must reach the gather first
     registry = _infer(view)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:

@@ -148,3 +148,9 @@ def test_fully_shard_over_an_axis_declared_model_differs_from_weighted_mean(worl
     """Negative control of the weighted mean: over a model axis, each rank divides by the weight of its own samples only."""
     for error, _ in world.run(2, weighted_error, ("x",), "model"):
         assert error > 1e-3
+
+
+def test_for_model_without_process_group_rejects_what_is_no_module() -> None:
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with pytest.raises(TypeError, match=r"the model is a NoneType; give the nn\.Module that has the parameters"):
+        ParallelOptimizer.for_model(cast(Any, None), sgd)

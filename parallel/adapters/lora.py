@@ -383,7 +383,8 @@ def add_lora(
 
 def _parameters_of_experts(model: nn.Module) -> list[str]:
     """Return the names of all parameters of three dims that have no adapter yet."""
-    adapted = [f"{name}.base_layer" for name, module in model.named_modules() if isinstance(module, GroupedLoRA)]
+    modules = model.named_modules()
+    adapted = [f"{name}.base_layer".lstrip(".") for name, module in modules if isinstance(module, GroupedLoRA)]
     return [
         name
         for name, param in model.named_parameters()

@@ -385,3 +385,11 @@ def test_lora_of_stacked_experts_rejects_unsupported_options() -> None:
             add_lora(GroupedModel("single", registry).experts, "up", R, ALPHA, registry)
         with pytest.raises(ValueError, match=r"experts\.bias: Grouped has no parameter of this name"):
             GroupedLoRA(GroupedModel("single", registry).experts, ["bias"], R, ALPHA, registry, name="experts")
+
+
+def test_add_lora_rejects_adapted_parameters_of_a_model_that_is_the_adapter() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    model = GroupedLoRA(GroupedModel("single", registry).experts, ["up"], R, ALPHA, registry)
+    with pytest.raises(ValueError, match="target 'up' is the name of no module of GroupedLoRA"):
+        add_lora(model, "up", R, ALPHA, registry)
+    assert type(model.base_layer) is Grouped

@@ -7,7 +7,8 @@ Importing torch, and the modules that its first optimizer loads, takes six secon
 process has already imported them; ``meshstep`` and pytest are not shared but imported by the new process. Arguments,
 environment, folder, `sys.path` and ``__main__`` are those of a fresh interpreter. Differences from a fresh
 interpreter: the hash seed is the server's, environment variables that torch reads on import are the suite's, warnings
-on import were given earlier, and nothing is torn down at the end. A test that depends on any of these starts a fresh
+on import were given earlier, nothing is torn down at the end, and a `RankPool` forks its ranks from a forked server.
+A test that depends on any of these starts a fresh
 process with `subprocess`.
 """
 
@@ -20,9 +21,12 @@ import importlib
 import io
 import multiprocessing
 import os
+import pickle
+import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +34,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import process
+from multiprocessing import process, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +44,9 @@ TIMEOUT = 300.0
 # Modules to remove: the tested library, pytest and hypothesis (pytest would warn that it cannot rewrite asserts of
 # loaded modules), and modules of the suite.
 FORGOTTEN = ("meshstep", "pytest", "_pytest", "hypothesis", "_hypothesis", "world", "__mp_main__")
+
+
+_start_fresh: Callable[..., int] = util.spawnv_passfds
 
 
 class _Start(NamedTuple):
@@ -190,7 +197,54 @@ def _forked(start: _Start, processes: int, import_first: bool, fork_children: bo
     if processes:
         _launch(processes, start.arguments, import_first)
     else:
+        _prepare_server()
         _python(start.arguments)
+
+
+def _prepare_server() -> None:
+    """Fork the server from which a `RankPool` of this program will fork its ranks, before the program runs.
+
+    Otherwise the pool would start the server as a fresh interpreter, which imports torch again.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        try:
+            _serve(theirs)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    theirs.close()
+    prepared = [(ours, pid)]
+
+    def start(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in arguments[-1] or not prepared:
+            return _start_fresh(path, arguments, descriptors)
+        connection, server = prepared.pop()
+        with connection:
+            socket.send_fds(connection, [b"."], descriptors)
+            connection.sendall(pickle.dumps((arguments[-1], dict(os.environ), os.getcwd())))
+        return server
+
+    util.spawnv_passfds = start
+
+
+def _serve(connection: socket.socket) -> None:
+    """Become the server that the program asks for. Return if the program ends without it."""
+    received, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+    if not received:
+        return
+    with connection, connection.makefile("rb") as stream:
+        command, environment, cwd = pickle.load(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, "")
+    listener, alive = descriptors
+    exec(re.sub(r"main\(\d+, \d+", f"main({listener}, {alive}", command), {})
 
 
 def _popen(start: Callable[..., Any], command: Sequence[str], **options: Any) -> Any:

@@ -358,13 +358,14 @@ def test_ranks_exit_if_the_main_process_is_killed_during_a_call(tmp_path: Path, 
     (tmp_path / "script.py").write_text(ENDLESS)
     (tmp_path / "pids").mkdir()
     environment = {**os.environ, **with_files_in(files)}
-    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment) as process:
-        try:
-            until(lambda: len([*(tmp_path / "pids").iterdir()]) == 3)
-            workers = [int(path.name) for path in (tmp_path / "pids").iterdir()]
-            assert all(map(is_running, workers))
-        finally:
-            process.kill()
+    process = forked_python.Forked("script.py", cwd=tmp_path, env=environment)
+    try:
+        until(lambda: len([*(tmp_path / "pids").iterdir()]) == 3)
+        workers = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+        assert all(map(is_running, workers))
+    finally:
+        os.kill(process.pid, signal.SIGKILL)  # this process only, not its group
+    process.wait()
     until(lambda: not any(map(is_running, workers)))
     until(lambda: [*(files / "t").iterdir()] == [])
 

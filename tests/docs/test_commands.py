@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from meshstep.__main__ import COMMANDS
 
@@ -35,7 +36,7 @@ def test_missing_or_unknown_command_fails_and_prints_the_usage(arguments: tuple[
 
 
 def test_python_m_meshstep_passes_arguments_to_the_package_command() -> None:
-    done = run("parallel", "data=2", "row=2", "--rank", "1")
+    done = forked_python.run("-m", "meshstep", "parallel", "data=2", "row=2", "--rank", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "data" in done.stdout
     done = run("parallel", "--help")

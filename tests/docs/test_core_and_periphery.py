@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import shutil
-import subprocess
-import sys
 from collections.abc import Set
 from pathlib import Path
 
+import forked_python
 import pytest
 from properties import repetitions
 from test_import_layers import FOLDERS, ROOT, ImportEdge, library, own_import_edges, text_of
@@ -184,7 +183,7 @@ def test_optimizer_steps_after_periphery_packages_are_deleted(tmp_path: Path) ->
         roots.append(str(root))
     script = tmp_path / "step.py"
     script.write_text(STEP)
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script), *roots], capture_output=True, text=True)
+    done = forked_python.run(str(script), *roots)
     assert done.returncode == 0, done.stderr
 
 

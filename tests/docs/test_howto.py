@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from meshstep.optim.kernels.choice import kernels_here
 from snippets import blocks, printed_by
@@ -120,10 +120,10 @@ def test_testing_page_example_fails_only_with_wrong_spec(tmp_path: Path) -> None
     assert f"Replace `{right}` by `{wrong}`" in page
     (tmp_path / "test_right.py").write_text(code)
     (tmp_path / "test_wrong.py").write_text(code.replace(right, wrong))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_right.py", "test_wrong.py"]
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "test_right.py", "test_wrong.py"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", "0"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forked_python.run(*command, cwd=tmp_path)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "FAILED test_right.py" not in done.stdout
     assert all(line in done.stdout for line in message.splitlines()), done.stdout

@@ -1,23 +1,24 @@
 """Processes that run Triton kernels in Triton's interpreter, on CPU tensors.
 
 Triton reads the variable TRITON_INTERPRET when it is imported, and torch's compiler imports Triton in most processes.
-So these processes are started fresh, and not forked from this one or from the pool's server.
+So these processes are forked from a server of their own, and not from the server of other pools.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 from meshstep.optim import use_kernels
 from meshstep.parallel.ranks.pool import RankPool
+from world import PRELOAD
 
 if TYPE_CHECKING:
     from meshstep.optim.kernels.triton import Triton
@@ -36,11 +37,14 @@ class Interpreted:
 
     def __init__(self) -> None:
         self.ranks = RankPool(initializer=_choose)
-        self.ranks._context = multiprocessing.get_context("spawn")
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload([*PRELOAD, "meshstep.optim.kernels.triton"])
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
         """Run a function on ranks, as `Ranks.run` does."""
-        with mock.patch.dict(os.environ, INTERPRETER):
+        # The first call starts the server, which keeps the environment.
+        connect = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+        with mock.patch.dict(os.environ, INTERPRETER), connect:
             return self.ranks.run(function, world_size, *args)
 
     def __call__(self, function: Callable[..., T], *args: Any) -> T:

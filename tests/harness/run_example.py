@@ -40,10 +40,9 @@ def start_example(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run the script under torchrun in fresh interpreters and return the completed process."""
+    """Run the script under torchrun, whose ranks are fresh interpreters, and return the completed process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return forked_python.run(*torchrun, str(EXAMPLES / f"{name}.py"), *flags)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forked_python
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,10 +164,8 @@ def test_init_distributed_connects_two_processes_of_each_launcher(
 
 
 def test_init_distributed_connects_two_processes_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    result = subprocess.run(
-        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    result = forked_python.run(*torchrun, sys.executable, "-c", PROGRAM)  # forks the launcher only
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["torchrun 0 0 cpu 3.0 1.0", "torchrun 1 1 cpu 3.0 2.0"]
 

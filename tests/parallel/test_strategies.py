@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import get_args
 
+import forked_python
 import pytest
 import torch
 from hypothesis import find, given, settings
@@ -120,7 +121,8 @@ def norm_of_copies() -> float:
 
 def test_testing_package_does_not_import_hypothesis() -> None:
     code = "import sys; import meshstep.testing, meshstep.pytest_plugin; assert 'hypothesis' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forked_python.run("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pytest_plugin_does_not_import_torch() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import killable
 import pytest
 import torch
@@ -130,13 +129,13 @@ def test_run_killed_while_saving_resumes_bitwise_identically(
 def test_rank_killed_under_torchrun_restarts_and_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, deaths: int
 ) -> None:
-    """Use fresh interpreters, whose hash seeds differ at each start and on each rank."""
+    """The ranks are fresh interpreters, whose hash seeds differ at each start and on each rank."""
     case = "fp32, ZeRO-2"
     plan = replace(CASES[case], directory=str(tmp_path), stop="dying", second_save=False, deaths=deaths)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [*torchrun, "--max-restarts", "2", killable.__file__, killable.encoded(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = forked_python.run(*command, env=environment, timeout=TIMEOUT)  # forks the launcher only
     assert done.returncode == 0, done.stderr
     assert sorted(mark.name for mark in tmp_path.glob("died-*")) == ["died-0", "died-1"][:deaths]
     resumed = [torch.load(plan.result(rank)) for rank in range(RANKS)]

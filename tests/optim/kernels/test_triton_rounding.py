@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreted import Interpreted, interpreted_pool, why_no_triton
+from interpreted import Interpreted, why_no_triton
 from meshstep.amp.stochastic_rounding import Drawn, Noise
 from meshstep.optim.kernels.rounding_noise import LANES, ROWS, noise_of, round_plainly
 from rounding_cases import BF16, F32, assert_replicas_equal_and_shards_different, bits, stepped_on_ranks, values
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Interpreted]:
-    with interpreted_pool() as made:
-        yield made
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
@@ -56,8 +49,8 @@ def rounded_by_kernel() -> list[str]:
     return wrong
 
 
-def test_triton_rounding_is_bitwise_equal_to_plain_torch(pool: Interpreted) -> None:
-    assert pool(rounded_by_kernel) == []
+def test_triton_rounding_is_bitwise_equal_to_plain_torch(interpreted: Interpreted) -> None:
+    assert interpreted(rounded_by_kernel) == []
 
 
 def mean_errors() -> list[float]:
@@ -76,9 +69,9 @@ def mean_errors() -> list[float]:
     return errors
 
 
-def test_triton_rounding_is_unbiased(pool: Interpreted) -> None:
+def test_triton_rounding_is_unbiased(interpreted: Interpreted) -> None:
     """The standard deviation of a mean of n draws is at most 1 / (2 sqrt n) units; allow 5 standard deviations."""
-    assert max(pool(mean_errors)) < 5 * 0.5 / 40_000**0.5
+    assert max(interpreted(mean_errors)) < 5 * 0.5 / 40_000**0.5
 
 
 def special_values() -> None:
@@ -96,8 +89,8 @@ def special_values() -> None:
         assert {*targets[2].tolist()} <= {torch.inf, 3.3895313892515355e38}
 
 
-def test_triton_rounding_keeps_bfloat16_values_infinities_and_nans(pool: Interpreted) -> None:
-    pool(special_values)
+def test_triton_rounding_keeps_bfloat16_values_infinities_and_nans(interpreted: Interpreted) -> None:
+    interpreted(special_values)
 
 
 def moved_by_one() -> None:
@@ -110,8 +103,8 @@ def moved_by_one() -> None:
     assert torch.equal(bits(target), bits(round_plainly(source, noise_of(drawn.noise.key, 0, 0, 5000))))
 
 
-def test_triton_rounding_supports_tensors_at_unaligned_addresses(pool: Interpreted) -> None:
-    pool(moved_by_one)
+def test_triton_rounding_supports_tensors_at_unaligned_addresses(interpreted: Interpreted) -> None:
+    interpreted(moved_by_one)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -164,7 +157,9 @@ def registers_of(cubin: bytes, folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize("states_only", [False, True])
-def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(pool: Interpreted, states_only: bool) -> None:
-    ranks = pool.run(4, stepped_on_ranks, states_only)
+def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(
+    interpreted: Interpreted, states_only: bool
+) -> None:
+    ranks = interpreted.run(4, stepped_on_ranks, states_only)
     assert len(ranks[0]["whole"]) == (2 if states_only else 3)
     assert_replicas_equal_and_shards_different(ranks)

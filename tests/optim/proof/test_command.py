@@ -106,8 +106,7 @@ def test_audit_of_correct_model_exits_with_0(audited: Audited) -> None:
 
 
 def test_audit_reports_wrong_spec_and_exits_with_1(folder: Path) -> None:
-    command = [sys.executable, "-m", "meshstep.testing", "audit", "script:build_wrong", *GRID]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = forked_python.run("-m", "meshstep.testing", "audit", "script:build_wrong", *GRID, cwd=folder)
     assert (done.returncode, without_names(done.stderr)) == (1, "")
     lines = done.stdout.splitlines()
     assert lines[-2].startswith(

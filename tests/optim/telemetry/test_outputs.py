@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 from meshstep.optim import CsvFile, Flops, JsonLines, Monitor, ParallelOptimizer, Report, Terminal, WeightsAndBiases
@@ -297,7 +298,7 @@ def test_report_command_explains_invalid_input(tmp_path: Path, capsys: pytest.Ca
         assert main(["report", str(path), "-o", str(tmp_path / "out.html")]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
-    done = subprocess.run([sys.executable, "-m", "meshstep.optim", "report", "--help"], capture_output=True, text=True)
+    done = forked_python.run("-m", "meshstep.optim", "report", "--help")
     assert done.returncode == 0
     assert "RUN.jsonl" in done.stdout
 

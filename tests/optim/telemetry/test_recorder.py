@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 from dense import collectives
@@ -301,7 +300,7 @@ def test_compare_command_rejects_missing_invalid_and_unrelated_files(
     assert main(["compare", str(good), str(broken)]) == 2
     assert "contains no recorded step" in capsys.readouterr().err
     assert main(["compare", str(good), str(good), "--tolerance", "int8=1"]) == 2
-    done = subprocess.run([sys.executable, "-m", "meshstep.optim", "compare", "--help"], capture_output=True, text=True)
+    done = forked_python.run("-m", "meshstep.optim", "compare", "--help")
     assert done.returncode == 0
     assert "RUN_A" in done.stdout
 

@@ -95,7 +95,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer's update is not known to be elementwise, or if its states are quantized.
 
     If ``optimizer.elementwise`` is True, both checks are off. If it is False, ValueError is raised. Optimizers whose step
-    uses collectives are accepted.
+    uses collectives are accepted in any case.
 
     Args:
         optimizer: The torch optimizer.

@@ -253,8 +253,9 @@ _ELEMENTWISE = frozenset(
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if saved states of an elementwise optimizer of torch have other shapes than needed.
 
-    For Adam, AdamW, SGD and Adagrad also if a parameter has some states, but not all. torch's fused kernels do not check
-    shapes: they read and write memory beyond a state that is too small. States of other optimizers are not checked.
+    Also if a parameter of Adam or AdamW has states, but no ``exp_avg`` or ``exp_avg_sq``, or one of Adagrad no ``sum``.
+    torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
+    other optimizers are not checked.
 
     Args:
         saved: A state dict, whose param groups have been checked.
@@ -332,8 +333,8 @@ class Saved:
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
 
-        If the precision mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as
-        well. The result is then empty.
+        If the precision mode has no masters and no loss scale, and without `Sharded`, the state of a plain torch
+        optimizer is accepted as well. The result is then empty.
 
         Raises:
             ValueError: On every rank: the state of a rank does not fit. Nothing is changed.

@@ -540,8 +540,8 @@ class Shards(ParamTransform):
 
         Raises:
             ValueError: On every rank: ranks along the axis would shard different parameters, or the same ones in
-                different orders; or with ``gradients=True`` and ``sum_order="fixed"`` a parameter is not sharded over
-                exactly the data axes.
+                different orders; or with ``gradients=True`` and ``sum_order="fixed"`` a parameter whose gradient must be
+                summed is not sharded over exactly the data axes.
         Collectives: an object all-gather.
         """
         topology = self.registry.topology

@@ -93,7 +93,8 @@ class UpdateEngine:
     def step(self, request: UpdateRequest) -> None:
         """Call the functions of `invalidate_before_updates`, then update the parameters that are now in the param groups.
 
-        Parameters whose skip flag in ``request`` is 1 keep their values.
+        If ``request.skip`` is 1, all parameters keep their values. If the flag of a parameter in ``request.skip_of`` is 1,
+        this parameter does, unless a full-tensor optimizer steps it.
         """
         for forget in _CACHES:
             forget()

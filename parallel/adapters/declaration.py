@@ -103,8 +103,8 @@ def declare_adapters(
     Raises:
         ValueError: The model has no adapter; a base layer is not supported or not declared; a factor has a shape that does
             not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The text names the layer.
-            No layout is declared in these cases.
-    Collectives: none, unless the registry is derived from the model. Host synchronization: none.
+            No layout is declared in these cases, except by a registry that is derived from the model.
+    Collectives and host synchronization: none, unless the registry is derived from the model.
     """
     registry = registry or registry_in(model)
     decided: dict[str, tuple[Tensor, P, tuple[int, ...] | None]] = {}
@@ -354,7 +354,7 @@ def _fill(param: Tensor, name: str, registry: ProcessGroupRegistry, seed: int) -
 
 
 def registry_in(model: nn.Module) -> ProcessGroupRegistry:
-    """Return the registry of a layer of meshstep in the model, or else one derived from the model."""
+    """Return the registry of a layer of meshstep in the model, or else one derived from the model (`registry_for`)."""
     for module in model.modules():
         found = getattr(module, "registry", None)
         if isinstance(found, ProcessGroupRegistry):

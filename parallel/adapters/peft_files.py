@@ -151,7 +151,8 @@ def load_adapter(
         FileNotFoundError: A file is missing. Ranks that have the files raise RuntimeError.
         ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an
             adapter is merged; or as in `save_adapter`. The model is unchanged in this case.
-    Collectives: an object all-gather over the world. Host synchronization: yes.
+    Collectives: an object all-gather over the world, and another one if the registry is derived from the model.
+    Host synchronization: yes.
     """
     registry = registry or registry_in(model)
 

@@ -372,7 +372,8 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
 def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
     """Return the full tensor on every rank, from the shards that `shard` returned on all ranks; not differentiable.
 
-    Every rank of the world must call this function. Use it for checkpoints and checks, not in every training step.
+    Every rank along the sharded and owned axes must call this function. Use it for checkpoints and checks, not in every
+    training step.
 
         full_grad = unshard(weight.grad, P("tensor", None), registry)
 

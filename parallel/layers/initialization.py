@@ -147,10 +147,11 @@ def check_features(
         advice: Text that is appended to the error. Default: none.
     """
     if input.shape[-1:] != (local_features,):
+        uneven = ", uneven=True" if features % registry.size(axis) else ""
         raise ValueError(
             f"the input of {type(layer).__name__} has shape {tuple(input.shape)}, but its last dim must be "
             f"{local_features} ({features} features over {axis}={registry.size(axis)}); shard a full input with "
-            f"scatter_to(input, registry, {axis!r}, dim=-1){advice}"
+            f"scatter_to(input, registry, {axis!r}, dim=-1{uneven}){advice}"
         )
 
 

@@ -89,7 +89,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
-    """Return True if ``tensor`` is not lazy, has the shape of ``param``, and has its strides or is contiguous as it is.
+    """Return True if ``tensor`` is not lazy, has the shape of ``param``, and equal strides unless both are contiguous.
 
     ``param`` must be dense and not lazy. Empty tensors need equal strides, which torch's fused CUDA kernels compare.
     """

@@ -114,7 +114,7 @@ class Pipeline:
 
         Collectives: those of the schedule, and all reductions of gradients during backward: by the model's layers,
             `DistributedDataParallel`, `fully_shard`, `Sharded`, and ``overlap=True``.
-        Host synchronization: none.
+        Host synchronization: that of the schedule, whose first call may exchange shapes.
         """
         self._check_even([*args, *kwargs.values(), target])
         if weight is not None and self._loss.is_mean:

@@ -40,7 +40,7 @@ from ..step.wrapped_optimizer import own_calls
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
-"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs. No pair: its param group drops it."""
+"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs. A tensor without pairs is dropped."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

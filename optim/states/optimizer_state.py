@@ -1,4 +1,4 @@
-"""State dicts of a `ParallelOptimizer`: saving, checking, and loading on all ranks or on none. Its copies and pickles."""
+"""State dicts of a `ParallelOptimizer`: saving, checking, and loading on all ranks or on none. Also copies and pickles."""
 
 from __future__ import annotations
 

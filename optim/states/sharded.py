@@ -279,8 +279,10 @@ class ZeroBucket:
             self.receive(self._tree.finish())
 
     def receive(self, own: Tensor | None) -> None:
-        """Set ``gradients`` to the parts of this rank's slice of the sum, ``own``. None, after a window without
-        micro-batches: set them to None."""
+        """Set ``gradients`` to the parts of ``own``, this rank's slice of the sum.
+
+        If ``own`` is None, after a window without micro-batches, set all ``gradients`` to None.
+        """
         if own is None:
             self.gradients = [None] * len(self.segments)
         else:

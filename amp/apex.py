@@ -6,8 +6,8 @@
     O2     float16 (batch norm: f32)  float16 in, float32 out      float32         "dynamic"   True
     O3     float16                    float16 in, float32 out      none            1.0         False
 
-The loss scale "dynamic" starts at 2^16. It halves at every overflow, and doubles after 2000 steps in a row without
-overflow. Its maximum is 2^24.
+With O1, float64 parameters stay float64. The loss scale "dynamic" starts at 2^16. It halves at every overflow, and
+doubles after 2000 steps in a row without overflow. Its maximum is 2^24.
 """
 
 from __future__ import annotations

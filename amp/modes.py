@@ -183,6 +183,7 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 # The default values of each mode. "growth 2000": the loss scale doubles after 2000 steps in a row without overflow.
+# With "fp32" and "fp16", float64 parameters stay float64.
 #
 # name          params    forward                          master weights  loss scale                       batch norm
 # "fp32"        float32   float32                          none            none                             float32

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 
 def _leave_uncompiled(kind: Any) -> None:
-    """Make ``torch.compile`` call these methods of class ``kind`` without tracing; a trace would omit hooks and counts."""
+    """Exclude `backward`, `step` and `zero_grad` of ``kind`` from ``torch.compile``, which would omit hooks and counts."""
     for name in ("backward", "step", "zero_grad"):
         method = getattr(kind, name)
         if not getattr(method, "untraced", False):
@@ -222,7 +222,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _completion: GradientCompletion
     _clipping: GradientClipper
     _agreement: StepAgreement | None  # None on one rank
-    _switch: GradSyncController | None  # reduces gradients in backward; None: `step` reduces them
+    _switch: GradSyncController | None  # as `grad_sync` returns it
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
@@ -1118,7 +1118,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def model_plan(self) -> ReductionPlan:
         """Return the reduction plan of the parameters in `model_param_groups`, in their order.
 
-        `add_param_group` and `refresh` replace it, and so does a new ``max_norm`` that needs parameter names.
+        `add_param_group` and `refresh` replace it. So does a new ``max_norm`` that needs parameter names, if it has none.
         """
         return self._table.model_plan
 

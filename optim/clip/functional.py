@@ -170,13 +170,13 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# A rule with factors per parameter, named group, param group or unit needs to know which shards belong to one logical
+# A rule with factors per parameter, named group or unit needs to know which shards belong to one logical
 # parameter. A `ParallelOptimizer` reads this from its plan. Functions of this module make a plan in the first call with
 # a `ClipState`, and compare it over all ranks.
 
 
 class StatefulClipper:
-    """Clips the gradients of one list of parameters by a rule that needs more than the total norm, such as `PerParameter`.
+    """Clips one list of parameters by a rule that does more than scale all gradients equally, such as `PerParameter`.
 
     Args:
         listed: The parameters of the first call.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -207,12 +207,13 @@ class Fp8(Precision):
             raise ValueError(
                 f"scales={self.scales!r} is unknown; give 'tensor' (one per tensor) or 'row' (one per row)"
             )
-        patterns: Any = self.exclude
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        given: Any = self.exclude
+        patterns = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+        if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
-                f"exclude={self.exclude!r} is not a tuple of strings; give names or patterns like ('head', '*.out')"
+                f"exclude={given!r} is not a tuple of strings; give names or patterns like ('head', '*.out')"
             )
-        object.__setattr__(self, "exclude", tuple(self.exclude))
+        object.__setattr__(self, "exclude", patterns)
 
     @property
     def _base(self) -> Precision:

@@ -304,6 +304,10 @@ def test_layers_in_exclude_of_fp8_equal_plain_linear_layers() -> None:
     assert torch.equal(model[1](plain[0](x)), plain(x))
 
 
+def test_exclude_accepts_a_generator_of_names() -> None:
+    assert Fp8(exclude=(name for name in ("head", "*.out"))).exclude == ("head", "*.out")  # type: ignore[arg-type]
+
+
 def test_invalid_fp8_options_raise_and_change_nothing() -> None:
     model = small_model()
     with pytest.raises(ValueError, match=r"exclude='head' matches no linear layer; choose from 0, 3, 4"):
@@ -311,6 +315,8 @@ def test_invalid_fp8_options_raise_and_change_nothing() -> None:
     assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.LayerNorm, nn.Linear, nn.Linear]
     with pytest.raises(ValueError, match=r"exclude='head' is not a tuple of strings; give names or patterns"):
         Fp8(exclude="head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"exclude=3 is not a tuple of strings"):
+        Fp8(exclude=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"scales='block' is unknown; give 'tensor' \(one per tensor\) or 'row'"):
         Fp8(scales="block")  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf
+from math import inf, isfinite
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -454,9 +454,11 @@ def clip_grad_norm_(
             lists[clip].check_options(clip, norm_type, reduction)
             stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
+            norm = float(stats.total_norm)
             raise RuntimeError(
-                f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so gradients were not "
-                "clipped: skip the step, or leave error_if_nonfinite=True out and skip steps with stats.found_inf == 1"
+                f"the gradients' norm of order {float(norm_type)} is {norm}"
+                f"{', but another rank raised an error' if isfinite(norm) else ''}: skip the step, or leave "
+                "error_if_nonfinite=True out and skip steps with stats.found_inf == 1"
             )
         if _needs_only_total(clip):
             listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))

@@ -432,6 +432,28 @@ def test_clip_state_with_changed_parameters_raises_on_that_rank_and_skips_elsewh
     assert "mean" in first
 
 
+def error_on_one_rank() -> str:
+    """Pass a shorter parameter list on rank 1 in the second call, with ``error_if_nonfinite``; return this rank's error."""
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model, clip = Planted(layout, registry.global_rank), ClipState(PerParameter(1.0))
+        params = list(model.named_parameters())
+        for shown in (params, params[:2] if registry.global_rank == 1 else params):
+            give_gradients(model)
+            sync_gradients([param for _, param in params], registry)
+            try:
+                clip_grad_norm_(shown, clip, registry, error_if_nonfinite=True)
+            except (ValueError, RuntimeError) as error:
+                return str(error)
+        return ""
+
+
+def test_error_if_nonfinite_says_that_another_rank_raised(world: World) -> None:
+    first, second = world.run(2, error_on_one_rank)
+    assert "but another rank raised an error: skip the step" in first
+    assert "give the same list in every call" in second
+
+
 def test_clip_state_can_be_saved_and_loaded() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = Planted(LAYOUTS["one rank"], 0)

@@ -404,7 +404,7 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
 
 
 def _attempt() -> str:
-    """Return a prefix for store keys after torchrun has restarted the ranks of one node; "" before the first restart.
+    """Return a prefix for store keys after torchrun has restarted a job on one node; "" before the first restart.
 
     torchrun's agent keeps its store when it restarts ranks. Without a prefix, gloo would connect to the addresses of the
     previous processes. With several nodes the result is "", because each agent counts restarts separately.

@@ -172,7 +172,10 @@ class LoRA(AroundBase):
         return input * (kept.to(input.dtype) / (1 - self.dropout))
 
     def named_factors(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes. Names start with the layer's name."""
+        """Return (name, parameter) pairs of A, B and, with DoRA, the magnitudes.
+
+        The names start with the argument ``name``, if one was given.
+        """
         prefix = "" if self._name == _NO_NAME else f"{self._name}."
         return [(f"{prefix}{name}", param) for name, param in self.named_parameters(recurse=False)]
 

@@ -298,7 +298,7 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
         raise ValueError(
             f"coordinates {sorted(index % size for index in where)} of the alias for "
             f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} are not all combinations of some coordinates of "
-            "each axis, and no other set can be given; change the coordinates, or give the coordinates of each axis"
+            "each axis, as they must be; change the coordinates, or give the coordinates of each axis"
         )
     return list(zip(sizes, found, strict=True))
 

@@ -99,7 +99,7 @@ def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> n
 
 
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
-    """Return ``param`` on a rank that holds it, and an uninitialized tensor of the same shape on other ranks.
+    """Return ``param``, or a view of it, on a rank that holds it, and an uninitialized tensor of its shape on other ranks.
 
     The result is for a broadcast, whose backward is a reduction in which all ranks must take part. It therefore requires
     grad on every rank, even if the parameter is frozen: ranks without the parameter cannot detect that it is frozen.

@@ -470,7 +470,7 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
 
 
 def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
-    """Return ``local``. Raise ValueError or TypeError if it is not a tensor with as many dims as the spec needs."""
+    """Return ``local``. Raise ValueError or TypeError if it is not a tensor that fits the spec (`P.validate`)."""
     if local is None:
         raise ValueError(f"{spec}: the shard is None, but this rank or its owner must hold one; give the shard")
     if not isinstance(local, Tensor):

@@ -30,7 +30,7 @@ def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, asy
         own: 1-dim tensor of this rank, of the same length on all ranks.
         group: The process group.
         async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
-            waits.
+            waits. Default: False.
     Returns:
         torch's work object if ``async_op``, else None.
     Collectives: one all-gather.
@@ -46,7 +46,7 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *,
         whole: 1-dim tensor with ``group.size()`` times as many elements as ``own``.
         group: The process group.
         async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
-            waits.
+            waits. Default: False.
     Returns:
         torch's work object if ``async_op``, else None.
     Collectives: one reduce-scatter.

@@ -89,6 +89,7 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
     Args:
         meshes: Device meshes.
         need_names: False: name mesh dims without names dim_0, dim_1, ... True: a mesh without such names is an error.
+            Default: True.
     Raises:
         ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
         TypeError: An item is not a device mesh.

@@ -402,7 +402,7 @@ class ProcessGroupRegistry:
     """This rank's coordinate in a topology, and the process groups of this rank along the axes.
 
     Every rank of the world must construct its registries in the same order, with the same topologies. If there are
-    several ranks, the constructor compares the topology with the topology of the first rank that constructed this
+    several processes, the constructor compares the topology with the topology of the first rank that constructed this
     registry. It reads that topology from the store of the default process group, so no rank waits for another.
 
         registry = ProcessGroupRegistry(Topology(data=2, tensor=4))

@@ -81,7 +81,7 @@ def list_of(check: Check, *, least: int = 0) -> Check:
 
     Args:
         check: Check of every item.
-        least: Smallest valid number of items. 0: the list may be empty.
+        least: Smallest valid number of items. Default: 0.
     """
 
     def check_list(value: object, field: str) -> None:

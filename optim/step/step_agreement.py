@@ -416,7 +416,7 @@ class StepAgreement:
             of the plan's parameters. Default: none.
 
     Attributes:
-        sent: The values that the last result of `number` was computed from.
+        sent: The values that the last result of `number` or `number_of_errors` was computed from.
         replicated: A dict from the index of a trained parameter to the model axes larger than 1 over which it is
             replicated and its gradient is not partial. Each rank along these axes computes the full gradient.
             Parameters without such axes are not in the dict. Empty until `set_replicas` is called.

@@ -46,8 +46,9 @@ class HalfStates(StatePlacement):
     Rounding is stochastic. An update such as ``v += 0.001 * (g * g - v)`` often changes ``v`` by less than half a unit
     in the last place of bfloat16, and rounding to nearest would lose the change.
 
-    Replicas of a parameter are rounded with equal random bits, because the random generator is seeded by the
-    parameter's name (of a tied parameter: its layout and shape) and the step count. A CPU draws other bits than a GPU.
+    Replicas of a parameter are rounded with equal random bits, because these depend on the parameter's name (of a tied
+    parameter: its layout and shape) and the step count, not on the rank. torch's kernels (see `use_kernels`) draw other
+    bits on a CPU than on a GPU; meshstep's kernels draw equal bits.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would

@@ -305,7 +305,10 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _start_sums(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing states of an Adagrad, as its constructor does. torch 2.11 creates none in `add_param_group`."""
+    """Create missing states of an Adagrad, for parameters with a gradient, as the constructor of Adagrad does.
+
+    torch 2.11 creates none in `add_param_group`.
+    """
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
     for group in optimizer.param_groups:

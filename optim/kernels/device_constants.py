@@ -78,7 +78,7 @@ DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of n tensors into chunks of equally many elements. It depends on the tensors' sizes only.
+    """Division of n tensors into chunks of equally many elements. It depends on numbers of elements only.
 
     The last chunk of a tensor may be shorter. The first three fields are tensors on the device.
 

@@ -102,10 +102,10 @@ class AuditRun(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, print the result, and return the exit code.
 
-    It is 0 without findings (and for ``--help``), 1 with findings, 2 without a result. Under a launcher such as torchrun, the launched
-    processes are the ranks; otherwise this function starts processes. Only the process with rank 0 prints the result,
-    and only it may return an exit code other than 0. Every process prints the help and the errors of the argument
-    parser.
+    It is 0 without findings (and for ``--help``), 1 with findings, 2 without a result. Under a launcher such as torchrun,
+    the launched processes are the ranks; otherwise this function starts processes. Only the process with rank 0 prints
+    the result, and only it may return an exit code other than 0. Every process prints the help and the errors of the
+    argument parser.
 
     Args:
         arguments: The command line arguments. None (default): ``sys.argv[1:]``.

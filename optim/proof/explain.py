@@ -63,7 +63,7 @@ class HookPoint(NamedTuple):
 
 
 class ForwardRecord:
-    """Records a hash of the input and output of every module in one forward on this rank.
+    """Records a hash of the input and output of every submodule in one forward on this rank.
 
     Attributes:
         hashes: {hook point: (shape, hash of the elements)}, in the order in which the points were first reached. None

@@ -251,7 +251,7 @@ class FixedOrderSync(GradSyncController):
         self._total = total
 
     def set(self, on: bool) -> None:
-        """Do nothing: gradients are always reduced at the end of the window."""
+        """Do nothing: this controller always sums gradients at the end of the window."""
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:

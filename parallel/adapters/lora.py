@@ -83,7 +83,8 @@ class LoRA(AroundBase):
     Collectives: without sequence parallelism, on a column-parallel layer an all-reduce of r features per token in backward;
     on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. For other layers, see the table in
     `meshstep.parallel.adapters.adapter_layout`. With DoRA, also those of the norms of the weight's rows, in the constructor
-    and in every forward. In the first forward with dropout, also an all-reduce over the model axes.
+    and in every forward, and in every forward those that bring the norms and the base bias into the layout of the output.
+    In the first forward with dropout, also an all-reduce over the model axes.
     Host synchronization: none in forward and backward, except in the first forward with dropout, and in every forward with
     DoRA if `fully_shard` was applied to the base layer itself, and reshards it after its forward.
     """

@@ -109,7 +109,7 @@ def _collective(function: Map_) -> Map_:
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # torch.compile can't trace `track_call`
+        if torch.compiler.is_compiling():  # `track_call` counts calls, so each call would be compiled again
             return function(tensor, over, **options)
         with track_call(over.call, over.registry):
             return function(tensor, over, **options)

@@ -113,7 +113,7 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
 
 
 def nodes_of(numbers: Iterable[int]) -> list[Node]:
-    """Return the nodes of a `TreeSum` to which the micro-batches ``numbers``, ascending, were added, in their order."""
+    """Return the nodes of a `TreeSum`, in order, after the micro-batches ``numbers`` were added in ascending order."""
     tree = TreeSum()
     for number in numbers:
         tree.add(number, ())
@@ -222,7 +222,7 @@ class SlicedTreeSum:
 
 
 class SlicedBucket(NamedTuple):
-    """A flat bucket of parameters of whose sum each data rank needs one slice only.
+    """A flat bucket of parameters. Each data rank needs only one slice of the sum of their gradients.
 
     Attributes:
         params: The parameters of the bucket.

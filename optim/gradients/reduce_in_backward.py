@@ -148,7 +148,7 @@ class BackwardReducer:
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
-        """Raise RuntimeError if an eager bucket's parameter got a gradient outside of `micro_batch` since the last one.
+        """Raise RuntimeError if an eager bucket's parameter got a gradient since the last `micro_batch`.
 
         That gradient was not reduced over ranks; if it were applied, replicas would diverge.
         """

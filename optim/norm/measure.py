@@ -180,8 +180,8 @@ class GradStats:
     ``stats.full_tensor()`` and torch's functions, such as ``torch.isfinite(stats)``.
 
     Creating the object does not synchronize the host. ``float(stats.total_norm)`` and ``str(stats)`` read tensors, and
-    synchronize it. Each step returns new tensors, except a step captured in a CUDA graph: every replay of the graph
-    overwrites the tensors of the captured step. Clone the tensors that you want to keep.
+    synchronize it. Later steps leave the tensors unchanged, except a step captured in a CUDA graph: every replay of the
+    graph overwrites the tensors of the captured step. Clone the tensors that you want to keep.
 
     Args:
         total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the gradients, without the

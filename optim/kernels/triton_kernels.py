@@ -334,7 +334,7 @@ def update_chunks(
     """Update one chunk of a parameter if ``found_inf`` is 0.
 
     Args:
-        fixed, group_of, hyper, by_row, found_inf, rows, KIND, DECOUPLED: As in `count_steps`.
+        fixed, group_of, hyper, by_row, found_inf, rows, KIND, DECOUPLED: As in `count_steps`, whose output is ``by_row``.
         grads, halves: Addresses of gradients and half-precision copies, [rows]; 0: the parameter has no copy.
         numels: Numbers of elements of the parameters, [rows].
         chunks: For each chunk the row of its parameter, and the chunk's index within that parameter, [chunks, 2].

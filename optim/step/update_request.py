@@ -175,7 +175,7 @@ class SplitWeights:
         self._split_back(weights, together)
 
     def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return a buffer with the float32 masters (of one weight: in its shape, else flat), and one view of it per master."""
+        """Return a buffer with the float32 masters, flat unless there is one weight, and one view of it per master."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
             flat = join_master(weights[0].detach(), remainders[0])

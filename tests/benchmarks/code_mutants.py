@@ -398,6 +398,8 @@ LISTED: list[Fault] = [
         "(self._split and tensor.dtype == torch.bfloat16)",
         "(self._split or tensor.dtype == torch.bfloat16)",
     ),
+    Fault("optim/step/c_engine.py", "if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:", "if False:"),
+    Fault("optim/norm/exact_norm.py", "if self.per_parameter:", "if False:"),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.

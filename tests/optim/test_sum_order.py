@@ -263,6 +263,14 @@ def test_fixed_order_run_resumed_on_other_rank_counts_has_hash_of_uninterrupted_
     assert last[:3] == trained(run, 1)[:3]
 
 
+@pytest.mark.parametrize(("norm_type", "of_weight", "of_bias"), [(1, 6, 2), (2, sqrt(6), sqrt(2)), (inf, 1, 1)])
+def test_fixed_order_reports_the_norm_of_each_parameter(norm_type: float, of_weight: float, of_bias: float) -> None:
+    model, optimizer = make(norm_type=norm_type, per_parameter_norms=True)
+    optimizer.backward(model(torch.ones(1, 3)).sum())
+    norms = [float(norm) for norm in optimizer.step().parameter_norms.values()]
+    assert norms == pytest.approx([of_weight, of_bias])
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 

@@ -136,3 +136,19 @@ def test_gradients_with_changing_strides_and_dtypes_give_steps_of_plain_gradient
             optimizer.step()
         found.append(param.detach())
     close(*found)
+
+
+@pytest.mark.parametrize("halved", [0, 1])
+def test_gradients_whose_dtypes_become_different_give_steps_of_float32_gradients(halved: int) -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        params = [nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.arange(8.0))]
+        optimizer = ParallelOptimizer(MAKE["AdamW"](params), ProcessGroupRegistry(Topology()), max_norm=0.7)
+        for number in range(2 * STEPS):
+            for index, param in enumerate(params):
+                param.grad_dtype = None
+                grad = torch.arange(-2.0, param.numel() - 2)  # exact in bfloat16
+                param.grad = grad.to(dtype) if number >= STEPS and index == halved else grad
+            optimizer.step()
+        found.append(torch.cat([param.detach() for param in params]))
+    close(*found)

@@ -1228,17 +1228,25 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         ``state_dict`` does not have the state that the clipping rule needs, the rule starts from its initial state, with
         a warning.
 
+        The current accumulation window is abandoned. With ``accumulation_steps`` or ``weight=``, the gradients of its
+        micro-batches are cleared, because the next window would divide them by a wrong number. Otherwise the gradients
+        stay unchanged.
+
         Raises:
             ValueError: On every rank, if the state on any rank has another precision mode or does not fit the stepped
                 tensors. Nothing is changed.
+            RuntimeError: Gradients must be cleared, but `fully_shard` has not reduced them. The state is loaded.
         Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: yes.
         """
         self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
+        is_counted = self._window.micro_batches and (self._window.steps is not None or self._window.is_weighted)
         self._window.close()
         self._window.failed, self._window.last_failure = 0, ""
         if self._switch is not None:
             self._switch.expect(self._window)
+        if is_counted:
+            self.zero_grad()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` would raise it because of this rank. Change nothing. Collectives: none."""

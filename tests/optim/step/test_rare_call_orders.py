@@ -9,7 +9,7 @@ import torch
 from arguments import arguments
 from failing import fails_in_backward
 from meshstep.amp import TorchFp16
-from meshstep.optim import ParallelOptimizer, PolynomialLR
+from meshstep.optim import ParallelOptimizer, PolynomialLR, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
 from torch import Tensor, nn
@@ -51,6 +51,34 @@ def test_backward_after_explicit_clip_raises(precision: Any) -> None:
     assert w.tolist() == pytest.approx([-0.5] * 4)
     optimizer.zero_grad()
     optimizer.backward((w * 3).sum())
+
+
+@pytest.mark.parametrize(
+    "states", [(), Sharded("data"), Sharded("data", gradients=True)], ids=["replicas", "ZeRO-1", "ZeRO-2"]
+)
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {}], ids=["counted", "weighted"])
+def test_load_state_dict_in_window_clears_gradients_of_window(options: Any, states: Any) -> None:
+    w = parameter("w")
+    optimizer = ParallelOptimizer(sgd([w]), ProcessGroupRegistry(Topology(data=1)), states=states, **options)
+    weight = None if options else 5
+    optimizer.backward((w * 100).sum(), weight=weight)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert w.grad is None
+    for factor in (2, 4):
+        optimizer.backward((w * factor).sum(), weight=weight and 1)
+        if options or factor == 4:
+            optimizer.step()
+    assert w.tolist() == [-3.0] * 4
+
+
+def test_load_state_dict_keeps_gradients_that_are_not_divided() -> None:
+    w = parameter("w")
+    optimizer = ParallelOptimizer(sgd([w]), alone())
+    optimizer.backward((w * 2).sum())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.backward(w.sum())
+    optimizer.step()
+    assert w.tolist() == [-3.0] * 4
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -104,7 +104,8 @@ class Tables:
     pinned memory, without host synchronization. Each CUDA stream has separate tables.
 
     In the capture of a CUDA graph, a table is copied by the graph itself, from pinned memory that stays unchanged. This
-    memory is allocated in steps before the capture, because a capture can't allocate it.
+    memory is allocated in steps before the capture, because a capture can't allocate it. A capture raises RuntimeError
+    if the memory does not suffice.
     """
 
     def __init__(self) -> None:

@@ -695,8 +695,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if self._states.pulling_grads:
             raise RuntimeError(
                 f"a GradScaler can't see the gradients that the optimizer applies with precision={self.precision.name!r} "
-                "and these placements in states=: leave the scaler out, and give a precision with its own loss scale, "
-                "'fp16' or 'fp16_naive'"
+                f"and states={self._setup.states!r}: leave the scaler out; if the loss must be scaled, give a precision "
+                "with its own loss scale, 'fp16' or 'fp16_naive'"
             )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale

@@ -215,7 +215,8 @@ def prepare_dataloader(
     Returns:
         The loader; one iteration over it is one epoch.
     Raises:
-        TypeError: On every rank: the dataset is iterable or has no length, or torch's DataLoader has no such argument.
+        TypeError: On every rank: the dataset is iterable or has no length, or torch's DataLoader has no such argument or
+            rejects its type.
         ValueError: On every rank: a batch would be empty; ``batch_size`` is not an integer >= 1; ``seed`` is not an
             integer; ``sampler`` or ``batch_sampler`` is given; torch's DataLoader rejects an argument; or the length of
             the dataset, or an argument that is not in ``loader_kwargs``, differs between ranks.

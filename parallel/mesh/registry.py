@@ -596,7 +596,8 @@ class ProcessGroupRegistry:
         Raises:
             ValueError: On every rank: a tuple is empty; a name is unknown; or a tuple names an axis twice, directly or by
                 an alias.
-            RuntimeError: The registry is closed, or another rank did not call ``connect`` within the timeout.
+            RuntimeError: With several ranks: the registry is closed, or another rank did not call ``connect`` within the
+                timeout.
         Collectives: over the world one object all-gather, which may take two messages; then one all-reduce per group.
         None with one rank.
         Host synchronization: yes, except with one rank.

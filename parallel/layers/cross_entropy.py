@@ -103,7 +103,8 @@ def cross_entropy_2d(
             rank's shard of the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every
             rank calls ``backward()`` on its result; the logits get the gradient of the loss of the full batch.
     Raises:
-        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
+        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range. The
+            axes of the batch are not checked if the reduction is "none".
         RuntimeError: A target is out of range; or on several ranks along ``col``, a rank's number of classes does not match
             ``classes``, or differs between the ranks if ``classes`` is None (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one all-reduce over ``row`` in
@@ -146,7 +147,8 @@ def cross_entropy_3d(
             the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every rank calls
             ``backward()`` on its result; the logits get the gradient of the loss of the full batch.
     Raises:
-        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range.
+        ValueError: The shapes do not match, the reduction or an axis is unknown, or label_smoothing is out of range. The
+            axes of the batch are not checked if the reduction is "none".
         RuntimeError: A target is out of range (on CPU; a device assertion on CUDA).
     Collectives: unless the reduction is "none", one all-reduce over both axes in forward; none in backward. Host
     synchronization: none.

@@ -150,12 +150,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         average_data: True (default): the optimizer or ``data_parallel`` averages gradients over the data axes. False:
             other code averages them. In both cases the optimizer sums partial gradients and the gradients of tied
             parameters.
-        overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it, in the last
-            micro-batch of a window. If you decide when to step, run the other micro-batches under `no_sync`. Gradients
-            of DTensors, of owned parameters and of uneven shards are reduced after backward, and so are gradients that
-            are also summed over other axes (partial and tied gradients). If a data axis may shard the model (experts),
-            all gradients are reduced after backward, because ranks could otherwise wait for each other. False
-            (default): `step` reduces gradients.
+        overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it and the buckets
+            before it, in the last micro-batch of a window. If you decide when to step, run the other micro-batches
+            under `no_sync`. Gradients of DTensors, of owned parameters and of uneven shards are reduced after backward,
+            and so are gradients that are also summed over other axes (partial and tied gradients). If a data axis may
+            shard the model (experts), all gradients are reduced after backward, because ranks could otherwise wait for
+            each other. False (default): `step` reduces gradients.
         compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None (default): in the
             gradients' own dtype. It has no effect on `Sharded`, which has its own ``compression`` argument, or on a
             ``data_parallel`` module.
@@ -179,10 +179,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             `Fingerprints`: as ``"first"``, and then every ``Fingerprints.every`` steps, including optimizer states,
             without host synchronization.
         commit: A function without arguments that each rank calls once before each update, after the gradients are
-            reduced. It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any
-            rank, all ranks skip the step; the loss scale does not count this as an overflow. If the function raises on
-            a rank, all ranks skip the step, and this rank raises the exception at the end of `step`. None (default): no
-            vote.
+            reduced. It returns a bool, or a 0-dim bool tensor, which the host does not read from a GPU. If it returns
+            False on any rank, all ranks skip the step; the loss scale does not count this as an overflow. If the
+            function raises on a rank, all ranks skip the step, and this rank raises the exception at the end of `step`.
+            None (default): no vote.
         on_nonfinite: The effect of a non-finite norm. ``"skip"`` (default): every rank skips the step, and 50 such
             steps in a row are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError
             with the parameters' names (one or more host synchronizations per step).

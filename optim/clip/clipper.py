@@ -454,9 +454,9 @@ class GradientClipper:
             TypeError: The rule returned a state that its `Clip.initial` does not have.
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
-        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two). After a change of
-            the rule that needs another collective, they run twice, with one more host synchronization.
-        Host synchronization: that of ``commit=``, and one if ``checks`` run; otherwise none.
+        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (up to two). After a
+            change of the rule that needs another collective, they run twice, with one more host synchronization.
+        Host synchronization: that of ``commit=`` and of `GlobalNorm`, and one if ``checks`` run.
         """
         vote = self.vote if earlier is None else None
         needs = MeasurementSpec.of(rule, self._norm_type(clip))
@@ -602,7 +602,7 @@ class GradientClipper:
         Raises:
             ReplicaMismatchError: On every rank: replicas are compared and differ.
             ValueError: On every rank: all shards of a parameter are equal.
-        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (two).
+        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (up to two).
         """
         measurer = self._measurer(needs)
         gradients = [param.grad for param in self.params]

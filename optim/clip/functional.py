@@ -241,7 +241,7 @@ class StatefulClipper:
                 rank was not summed yet.
             TypeError: A gradient of this rank is complex or sparse.
         Collectives: those of `GlobalNorm`: one with "packed".
-        Host synchronization: none.
+        Host synchronization: that of `GlobalNorm`.
         """
         try:
             check_gradients(listed, self.registry)

@@ -151,7 +151,7 @@ OnMissingParams = Literal["raise", "warn"]
 
 
 class ModelParams:
-    """A check for trainable parameters of the model that the optimizer does not have.
+    """A check for trainable parameters of the model that no optimizer has.
 
     Args:
         modules: The modules that the optimizer should train. Empty: the check does nothing.

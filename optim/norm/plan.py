@@ -372,8 +372,8 @@ class ReductionPlan:
         """Return the axes of each process group that the model and the norm use, in the same order on every rank.
 
         The model uses one group per model axis that shards a parameter. With ``reduction="per_group"`` the norm uses
-        one group per norm bucket, over `NormBucket.axes`. Groups of gradient reduction, and the group of all ranks, are
-        not included.
+        one group per norm bucket, over `NormBucket.axes`. Groups that only gradient reduction or the norm's collective over
+        all ranks uses are not included.
         """
         named = {axis for bucket in self.buckets for axis in bucket.distinct}
         summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}

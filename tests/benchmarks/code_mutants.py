@@ -400,6 +400,11 @@ LISTED: list[Fault] = [
     ),
     Fault("optim/step/c_engine.py", "if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:", "if False:"),
     Fault("optim/norm/exact_norm.py", "if self.per_parameter:", "if False:"),
+    Fault(
+        "optim/norm/replicas.py",
+        "torch.where(finite, by_kind[:, :, 1], 0.0)",
+        "torch.where(finite, by_kind[:, :, 1], -1.0)",
+    ),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -440,6 +445,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "{*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and ({grad.layout for grad in there} <= STRIDED)",
         "False",
     ): "the other branch computes the same lists, one gradient at a time",
+    (
+        "optim/step/torch_engine.py",
+        "torch.empty_like(param, requires_grad=False, memory_format=order)",
+        "torch.empty_like(param, memory_format=order)",
+    ): "False is the default",
 }
 
 

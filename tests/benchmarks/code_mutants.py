@@ -198,8 +198,8 @@ LISTED: list[Fault] = [
     Fault("optim/states/sharded.py", "part.to(self.grad_dtype, copy=self.release)", "part.to(self.grad_dtype)"),
     Fault(
         "optim/step/window.py",
-        "return self.is_full or (final and self.micro_batches > 0)",
-        "return self.is_full or final",
+        "ends = self.is_full or (final and self.micro_batches > 0)",
+        "ends = self.is_full or final",
     ),
     Fault("optim/step/window.py", '"broken" if self.phase == "broken" else "complete"', '"complete"'),
     Fault("optim/step/window.py", '"broken" if self.phase == "broken" else "clipped"', '"clipped"'),
@@ -305,9 +305,9 @@ LISTED: list[Fault] = [
     ),
     Fault(
         "optim/states/offloaded.py",
-        'a wait for the last bucket."""\n        with self._opened():\n            self._send(self.buckets)\n'
+        'a wait for the last bucket per device."""\n        with self._opened():\n            self._send(self.buckets)\n'
         "            self._arrive()",
-        'a wait for the last bucket."""\n        with self._opened():\n            self._send(self.buckets)',
+        'a wait for the last bucket per device."""\n        with self._opened():\n            self._send(self.buckets)',
     ),
     Fault(
         "optim/states/chain.py",
@@ -339,8 +339,8 @@ LISTED: list[Fault] = [
     ),
     Fault(
         "parallel/mesh/agreement.py",
-        "def describe(value: object, depth: int = 4) -> str:",
-        "def describe(value: object, depth: int = (3)) -> str:",
+        "def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:",
+        "def describe(value: object, depth: int = (3), reads_devices: bool = True) -> str:",
     ),
     Fault(
         "parallel/interop/inferred_registry.py",

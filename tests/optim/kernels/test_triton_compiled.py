@@ -60,6 +60,7 @@ def is_reproducible(ptx: str) -> bool:
     return not count(r"\batom\.|\bred\.|\.approx|\bfma\.rn(\.ftz)?\.f32", ptx)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_triton_update_kernels_compile_to_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
@@ -175,6 +176,7 @@ def test_triton_update_kernel_accesses_four_elements_per_thread_without_barriers
     assert count(r"(?m)^\s*st\.global(?!\S*\.v[24])", ptx) == 0  # without a predicate
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_triton_kernels_for_counts_and_sums_spill_no_registers(capability: int, tmp_path: Path) -> None:
     from meshstep.optim.kernels import triton_kernels

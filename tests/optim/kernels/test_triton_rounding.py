@@ -107,6 +107,7 @@ def test_triton_rounding_supports_tensors_at_unaligned_addresses(interpreted: In
     interpreted(moved_by_one)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_triton_rounding_compiles_to_vector_loads_without_barriers(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

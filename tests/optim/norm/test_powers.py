@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from world import World
 
 
+@pytest.mark.default_cases(24)
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 12.0, 60.0, inf])
 @pytest.mark.parametrize("shape", [(3_000_001,), (1025, 1030), (5, 7)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -140,6 +140,7 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.default_cases(60)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -199,6 +199,7 @@ def test_batched_step_divides_gradients_by_grad_scale(name: str) -> None:
     assert far(unscaled, many) <= 1e-4
 
 
+@pytest.mark.default_cases(30)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("scale", "dtype"), [(None, torch.float32), (8.0, torch.float32), (None, torch.float64)])
 def test_skipped_batched_step_changes_nothing(name: str, scale: float | None, dtype: torch.dtype) -> None:

@@ -401,6 +401,11 @@ LISTED: list[Fault] = [
     Fault("optim/step/c_engine.py", "if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:", "if False:"),
     Fault("optim/norm/exact_norm.py", "if self.per_parameter:", "if False:"),
     Fault(
+        "optim/parallel_optimizer.py",
+        'self._window.failed, self._window.last_failure = 0, ""',
+        'self._window.failed, self._window.last_failure = 1, ""',
+    ),
+    Fault(
         "optim/norm/replicas.py",
         "torch.where(finite, by_kind[:, :, 1], 0.0)",
         "torch.where(finite, by_kind[:, :, 1], -1.0)",

@@ -424,6 +424,32 @@ def test_loading_a_state_ends_skipping_after_failure_on_one_rank(world: World) -
     assert last == ["moved", "failed", "kept", "kept", "moved"]
 
 
+def failed_after_load() -> list[str]:
+    """Load a state, let the update fail on rank 1 once, and return the errors of the steps after the failure."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a = nn.Parameter(torch.ones(4))
+        annotate(a, P(), "a")
+        optimizer = ParallelOptimizer(adamw([a]), registry)
+        optimizer.load_state_dict(optimizer.state_dict())
+        errors = []
+        for step in range(LAG + 2):
+            optimizer.zero_grad()
+            optimizer.backward(a.sum())
+            hook = optimizer.optimizer.register_step_pre_hook(fail) if step == 0 == 1 - registry.rank("data") else None
+            try:
+                optimizer.step()
+            except (PlantedError, RuntimeError) as error:
+                errors.append(str(error))
+            if hook is not None:
+                hook.remove()
+        return errors[-1:]
+
+
+def test_failed_steps_after_a_loaded_state_are_counted_from_zero(world: World) -> None:
+    for (error,) in world.run(2, failed_after_load):
+        assert "raised on one rank only is 0 on rank 0 and 1 (the last: " in error
+
+
 # Errors of transforms and of observers on one rank --------------------------------------------------------------------
 
 

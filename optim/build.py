@@ -735,7 +735,7 @@ def as_one(
     """Return a torch optimizer unchanged, and a list of optimizers as one `CombinedOptimizer`.
 
     Raises:
-        TypeError: ``registry`` is a process group or device mesh of torch. Only this rank raises.
+        TypeError: ``registry`` is not a `ProcessGroupRegistry`. Only this rank raises.
         TypeError, ValueError: ``optimizer`` is not a torch optimizer, or is a list that cannot be combined. The error
             is raised on every rank, because this rank sends it in the first collective of the constructor.
     Collectives: an object all-gather if it raises for ``optimizer``; else none.

@@ -199,8 +199,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     Raises:
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
             complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
-            optimizer is then unchanged. If ``registry`` is a process group or device mesh of torch, only this rank raises
-            TypeError.
+            optimizer is then unchanged. If ``registry`` is not a `ProcessGroupRegistry`, only this rank raises TypeError.
         RuntimeError: On every rank: ranks are in different calls of this library.
     Collectives: object all-gathers in the constructor, in the first and the 16th step and, with master weights or other
         copies of weights, in the second step. `add_param_group` and `refresh` also have object all-gathers, and steps

@@ -618,7 +618,7 @@ def sync_gradients(
         ValueError: A parameter has no spec; its spec does not fit its shape, the topology or this rank; its partial or
             tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; or ``params``
             is an exhausted generator.
-        TypeError: A parameter is complex or sparse, or ``registry`` is a process group or device mesh of torch.
+        TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
         RuntimeError: ``registry`` is closed and has no process group for a sum. In the first call, on every rank: ranks
             are in different calls of this library.
 

@@ -386,7 +386,10 @@ _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
 def check_registry(registry: object) -> None:
-    """Raise TypeError if ``registry`` is a `ProcessGroup` or a `DeviceMesh` of torch. Other types are not checked."""
+    """Raise TypeError if ``registry`` is not a `ProcessGroupRegistry`, and has no attribute ``topology`` like one.
+
+    A `Topology` is not rejected here: its missing attributes raise an error that says what to give.
+    """
     if isinstance(registry, dist.ProcessGroup):
         raise TypeError(
             "the registry is a ProcessGroup of torch, which has no named axes: give "
@@ -394,6 +397,11 @@ def check_registry(registry: object) -> None:
         )
     if hasattr(registry, "mesh_dim_names"):
         raise TypeError("the registry is a DeviceMesh of torch: give ProcessGroupRegistry.from_device_mesh(mesh)")
+    if not hasattr(registry, "topology") and not isinstance(registry, Topology):
+        raise TypeError(
+            f"the registry is a {type(registry).__name__}: give a ProcessGroupRegistry, such as "
+            "ProcessGroupRegistry(Topology(data=...))"
+        )
 
 
 @renamed_members(meet="connect")

@@ -69,6 +69,14 @@ def test_topology_instead_of_registry_is_rejected_with_advice(use: Callable[[Any
         use(ALONE)
 
 
+@pytest.mark.parametrize("registry", [None, 2, "data", nn.Linear(2, 2)], ids=["None", "number", "string", "module"])
+def test_other_object_instead_of_registry_is_rejected_with_advice(registry: Any) -> None:
+    with pytest.raises(
+        TypeError, match=f"the registry is a {type(registry).__name__}: give a ProcessGroupRegistry, such"
+    ):
+        ParallelOptimizer(adam(nn.Linear(2, 2)), registry)
+
+
 def test_registry_is_accepted_by_keyword_and_missing_registry_raises_type_error() -> None:
     with ProcessGroupRegistry(ALONE) as registry:
         model = nn.Linear(2, 2)

@@ -124,7 +124,7 @@ def step_twice(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "call zero_grad() after every step"),
+    Error(RuntimeError, "call zero_grad() of this optimizer after every step"),
     write="call `step()` once per accumulation window",
 )
 def step_twice_with_sharded_gradients(run: Run) -> None:

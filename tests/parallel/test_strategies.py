@@ -9,7 +9,7 @@ from typing import get_args
 import forked_python
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from meshstep.optim import global_norm
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, local_shape, shard
@@ -61,7 +61,8 @@ def test_layouts_strategy_draws_every_kind_of_layout(kind: Kind) -> None:
             "tied": bool(spec.tied),
         }[kind]
 
-    found = find(layouts(), lambda layout: has(layout) and layout.topology.world_size > 1)
+    without_shrinking = settings(max_examples=2000, phases=[Phase.generate])
+    found = find(layouts(), lambda layout: has(layout) and layout.topology.world_size > 1, settings=without_shrinking)
     assert len(found.topology.axes) <= 4
 
 

@@ -212,6 +212,8 @@ def _prepare_server() -> None:
         ours.close()
         try:
             _serve(theirs)
+        except SystemExit:
+            pass  # the server ends so after the program
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

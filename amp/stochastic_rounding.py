@@ -415,7 +415,9 @@ class StochasticRounding:
         copies: dict[Tensor, Tensor] = {
             param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
         }
-        gradients = float32_of([param.grad for param in params if param.grad is not None])  # no bucket has a None
+        gradients = float32_of(
+            [param.grad for param in params if param.grad is not None]
+        )  # buckets have gradients only
         for (param, copy), gradient in zip(copies.items(), gradients, strict=True):
             copy_annotation(param, copy)
             copy.grad = gradient

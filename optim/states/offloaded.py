@@ -395,7 +395,7 @@ class OffloadTransform(ParamTransform):
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Return a context manager in which all streams of transfers are open."""
+        """Return a context manager that enters `TransferStreams.opened` of all devices."""
         with ExitStack() as stack:
             for streams in self._streams.values():
                 stack.enter_context(streams.opened())

@@ -583,7 +583,7 @@ class Shards(ParamTransform):
         return choose(averages_data=self._averages_data)
 
     def _not_in_tree(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> str | None:
-        """Return the text of an error for a parameter that ``sum_order="fixed"`` can't sum in backward; None: no error."""
+        """Return an error text if ``sum_order="fixed"`` can't sum the gradient of a parameter in backward, else None."""
         if self._tree is None or not self.how.gradients:
             return None
         for index, decision in sharded.items():

@@ -314,7 +314,7 @@ class Window:
         self._handled: BaseException | None = None  # the exception being handled when the last micro-batch began
 
     def close_after_step(self, params: Sequence[Tensor]) -> None:
-        """Start an empty window after a step. A broken window stays broken until `clear`. ``params`` as in `close`."""
+        """Start an empty window after a step. If this window is broken, the new one is too. ``params`` as in `close`."""
         is_broken = self.phase == "broken"
         self.close(params)
         self.phase = "broken" if is_broken else "open"

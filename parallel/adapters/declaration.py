@@ -453,6 +453,7 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
     topology, coordinate = layout.registry.topology, layout.registry.coordinate
     single = without_axes(spec, layout.stacked)
     expected, found = local_shape(full, single, topology, coordinate), tuple(local_tensor(param).shape)
+    kind = "shape"
     if has_dtensors((param,)):
         meshed = mesh_axes_of(param, topology)
         placed = spec_of(param, topology)
@@ -465,8 +466,9 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
             )
         if stored:  # `fully_shard` has sharded the factor further, so only its global shape can be compared
             expected, found = local_shape(full, without_axes(single, meshed), topology, coordinate), tuple(param.shape)
+            kind = "global shape"
     if found != expected:
         raise ValueError(
-            f"{name} has shape {found} on this rank, but its base layer needs {expected}, the shard of {full} with "
-            f"{single}; {_INSTEAD}"
+            f"{name} has {kind} {found}, but its base layer needs {expected} on this rank, of "
+            f"the full shape {full} and the layout {single}; {_INSTEAD}"
         )

@@ -113,7 +113,7 @@ class Shown(NamedTuple):
 
 
 def parameters(topology: Topology) -> list[Shown]:
-    """Return the parameters to draw: those of layers whose axis names the topology has, and a replicated one."""
+    """Return the parameters to draw: those of each kind of layer whose axes the topology has, and a replicated one."""
     names = {*topology.axes, *topology.aliases}
     found = []
     if {"row", "col"} <= names:

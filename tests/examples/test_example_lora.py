@@ -10,7 +10,7 @@ from run_example import losses_of_tests, printed_by_example, run_example
 from world import World
 
 SIZE = ["--width", "32", "--depth", "1"]
-FLAGS = [*SIZE, "--steps", "30", "--r", "4"]
+FLAGS = [*SIZE, "--steps", "60", "--r", "4"]
 
 
 @pytest.fixture(scope="module")

@@ -247,7 +247,7 @@ def test_peft_on_column_parallel_layers_trains_like_unsharded(
             ["q_proj", "o_proj"],
             "o_proj: the 16 input features of this row-parallel layer are sharded over tp=2, ",
         ),
-        ((2, 2), ["q_proj"], "lora_B.default.weight has shape (4, 2) on this rank, but its base layer needs (8, 2)"),
+        ((2, 2), ["q_proj"], "lora_B.default.weight has shape (4, 2), but its base layer needs (8, 2)"),
         ((1, 2), ["embed_tokens"], "PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A"),
         (
             (1, 2),

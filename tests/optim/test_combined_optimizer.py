@@ -290,7 +290,7 @@ def whole_for_positions(matrices: list[Tensor], others: list[Tensor]) -> Any:
     return [torch.optim.Adafactor(copied), adamw(rest, 0.1)]
 
 
-def test_full_tensor_optimizer_may_step_only_replicated_parameters(world: World) -> None:
+def test_torch_adafactor_is_accepted_for_replicated_parameters_only(world: World) -> None:
     split, copied = world.run_each(whole_tensor_ones, [(2, (whole_for_matrices,)), (2, (whole_for_positions,))])
     assert all("Adafactor is not known to be" in message for message in split)
     assert copied == ["", ""]

@@ -150,7 +150,7 @@ def test_zero_grad_after_error_between_micro_batches_restarts_window(world: Worl
     assert world.run(2, train_two_windows, options, True) == world.run(2, train_two_windows, options, False)
 
 
-def test_exception_handled_before_window_does_not_reset_window() -> None:
+def test_exception_raised_before_window_does_not_reset_window() -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=2)
     try:

@@ -231,7 +231,7 @@ def _prepare_server() -> None:
             connection.sendall(pickle.dumps((arguments[-1], dict(os.environ), os.getcwd())))
         return server
 
-    util.spawnv_passfds = start
+    util.spawnv_passfds = start  # type: ignore[assignment]  # multiprocessing passes texts, not bytes
 
 
 def _serve(connection: socket.socket) -> None:

@@ -24,7 +24,6 @@ import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
@@ -49,7 +48,7 @@ from ...amp.modes import Mode, Precision, precision_of
 from ...parallel.data import ShardedDataLoader, prepare_dataloader
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import check_all_say_the_same, gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import check_all_say_the_same, on_all_ranks, on_all_ranks_with
 from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
@@ -569,8 +568,9 @@ class Booster(Saving, Generic[Stats_co]):
         schedule = model if is_schedule(model) else None
         parts: list[nn.Module] = [model] if schedule is None else modules_of(schedule)
         whole: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-        checked = partial(self._check, schedule, whole, optimizer, criterion, dataloader, lr_scheduler)
-        by_rank = gather_objects(on_all_ranks(checked, self.registry), self.registry)
+        _, by_rank = on_all_ranks_with(
+            lambda: (None, self._check(schedule, whole, optimizer, criterion, dataloader, lr_scheduler)), self.registry
+        )
         check_all_say_the_same([given for given, _ in by_rank])
         check_contents([first for _, first in by_rank], self.registry.topology)
         name_parameters(whole, self.registry.topology)

@@ -111,9 +111,8 @@ class UsedClip:
             param_groups: The optimizer's param groups, whose ``max_norm`` is read.
         """
         if self._on_cpu and [tensor.tolist() for tensor in self._on_cpu] != self._values:  # changed in place
-            self.set_rule(self.facts.rule)
-            self.facts = self.facts._replace(explicit=(), thresholds=())
-            self._of_explicit = self._of_thresholds = 0
+            rule, self.facts = self.facts.rule, ClipFacts()
+            self.set_rule(rule)
         before, is_new = self.facts, self._is_new
         if len(explicit) != len(before.explicit) or not all(map(_is_same, explicit, before.explicit)):
             is_new = True

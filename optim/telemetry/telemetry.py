@@ -86,10 +86,7 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
     if isinstance(by, Mapping):
         found = [next((label for label, glob in by.items() if matches(glob, name)), None) for name in names]
         for label, glob in by.items():
-            if not any(matches(glob, name) for name in names):
-                raise ValueError(
-                    f"by={{{label!r}: {glob!r}}} matches no parameter; give a glob for one of {', '.join(names[:8])}, ..."
-                )
+            _check_matches(glob, names, f"by={{{label!r}: {glob!r}}}")
         labels = list(by)
     else:
         found = [_label(name, group, by) for name, group in params]
@@ -105,6 +102,12 @@ def checked_by(by: object) -> None:
     """Raise ValueError unless ``by`` is "parameter", "layer", "group" or a mapping that is not empty."""
     if by not in ("parameter", "layer", "group") and not (isinstance(by, Mapping) and by):
         raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
+
+
+def _check_matches(glob: str, names: Sequence[str], argument: str) -> None:
+    """Raise ValueError if ``glob`` matches none of the parameter ``names``. ``argument`` shows it in the error."""
+    if not any(matches(glob, name) for name in names):
+        raise ValueError(f"{argument} matches no parameter; give a glob for one of {', '.join(names[:8])}, ...")
 
 
 def matches_any(globs: Sequence[str], name: str) -> bool:
@@ -404,11 +407,7 @@ class Planned:
 
         globs = spectral.globs if spectral else ()
         for glob in globs:
-            if not any(matches(glob, name) for name in names):
-                raise ValueError(
-                    f"SpectralNorms(globs=...): {glob!r} matches no parameter; give a glob for one of "
-                    f"{', '.join(names[:8])}, ..."
-                )
+            _check_matches(glob, names, f"SpectralNorms(globs=...): {glob!r}")
         fits = [matches_any(globs, name) for name in names]
         # The shape is None if it is unknown, as with shards of unequal sizes. `PowerIteration` raises for such a
         # tensor.

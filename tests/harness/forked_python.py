@@ -8,8 +8,7 @@ process has already imported them; ``meshstep`` and pytest are not shared but im
 environment, folder, `sys.path` and ``__main__`` are those of a fresh interpreter. Differences from a fresh
 interpreter: the hash seed is the server's, environment variables that torch reads on import are the suite's, warnings
 on import were given earlier, nothing is torn down at the end, and a `RankPool` forks its ranks from a forked server.
-A test that depends on any of these starts a fresh
-process with `subprocess`.
+A test that depends on any of these starts a fresh process with `subprocess`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _found() -> Native | None:
         measured = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
         log.info(
             "CPU kernels: native, %s, the fastest of %s (set MESHSTEP_KERNELS=torch for torch's)",
-            found.instructions,
+            found.variant,
             measured,
         )
     return found

@@ -6,7 +6,7 @@ gradient in its own precision, multiplies it by a factor, updates parameter and 
 half-precision copy of the parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters
 (`rounding_noise`).
 
-The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
+The results are bitwise identical for all variants of the loops and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
 `torch.autograd.graph.increment_version` itself.
 """
@@ -28,12 +28,19 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-INTERFACE = 5  # must equal the result of `meshstep_interface` in csrc/native.c
+INTERFACE = 6  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 MEAN_OF = 8
 """Number of elements per mean of `Native.means`."""
-WIDEST_FIRST = ("avx512", "avx2", "plain")
+LINE = 64
+"""Bytes of a cache line."""
+VARIANTS = ("avx512", "avx512 in turn", "avx2", "avx2 in turn", "plain", "plain in turn")
+"""Variants of the loops, named after their instruction sets, the widest one first.
+
+Those "in turn" read one part of a tensor after the other for norms, and prefetch near in updates. The others read several
+parts at once, and prefetch far ahead. Which one is faster depends on the processor.
+"""
 NO_MEMORY = "the kernels could not allocate memory for their tables"
 
 
@@ -74,7 +81,7 @@ class PointerColumns:
 
 
 class Native:
-    """The functions of the compiled library. They return 0, or 1 if they could not allocate memory.
+    """The functions of the compiled library. All but `evict` return 0, or 1 if they could not allocate memory.
 
     Args:
         path: Path of the library.
@@ -94,7 +101,9 @@ class Native:
         round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding_noise`. Arguments: the number
             of tensors, the addresses of the tables of the targets' addresses, the sources' addresses, numels, keys and
             numbers, the step, and the number of threads.
-        instructions: The instruction set in use: "plain", "avx2" or "avx512".
+        evict: Removes memory from the caches of an x86-64 processor; does nothing on others. Arguments: the address and the
+            number of bytes.
+        variant: The variant of the loops in use (see `VARIANTS`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,55 +116,55 @@ class Native:
         self.update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
         self.round = library.meshstep_round
         self.round.argtypes = [whole, at, at, at, at, at, ctypes.c_uint64, number]
-        self.instructions = self.take(None)
+        self.evict = library.meshstep_evict
+        self.evict.argtypes, self.evict.restype = [at, whole], None
+        self.variant = self.take(None)
         self._borrow = library.meshstep_borrow
         self._borrow.argtypes, self._borrow.restype = [at], None
         self.borrow(torchs_threads())
 
-    def take(self, instructions: str | None) -> str:
-        """Select an instruction set and return its name.
+    def take(self, variant: str | None) -> str:
+        """Select a variant of the loops and return its name.
 
         Args:
-            instructions: "plain", "avx2" or "avx512"; None: the widest one that this machine supports.
+            variant: One of `VARIANTS`; None: the first one that this machine supports.
 
         Raises:
-            ValueError: ``instructions`` is unknown, or this machine does not support it.
+            ValueError: ``variant`` is unknown, or this machine does not support it.
         """
-        found: bytes | None = self._take(instructions.encode() if instructions else None)
+        found: bytes | None = self._take(variant.encode() if variant else None)
         if found is None:
             raise ValueError(
-                f"instruction set {instructions!r} is unknown, or this machine does not support it; give 'plain', 'avx2', "
-                "'avx512' or None"
+                f"the loops {variant!r} are unknown, or this machine does not support them; give one of {VARIANTS} or None"
             )
-        self.instructions = found.decode()
-        return self.instructions
+        self.variant = found.decode()
+        return self.variant
 
     def supported(self) -> list[str]:
-        """Return the names of the instruction sets that this machine supports, the widest one first."""
-        before, found = self.instructions, list[str]()
-        for name in WIDEST_FIRST:
+        """Return the variants that this machine supports, in the order of `VARIANTS`."""
+        before, found = self.variant, list[str]()
+        for name in VARIANTS:
             with suppress(ValueError):
                 found.append(self.take(name))
         self.take(before)
         return found
 
     def take_fastest(self, timed: Callable[[], float] | None = None) -> Mapping[str, float]:
-        """Select the fastest supported instruction set, and return the times of all in seconds, the widest set first.
+        """Select the fastest supported variant, and return the times of all in seconds, in the order of `VARIANTS`.
 
-        All sets give bitwise identical results, so ranks may select different ones. A narrower set is selected only if it
-        takes less than 95 % of the widest set's time, because smaller differences are random.
+        All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
+        the least time is selected, because smaller differences are random.
 
         Args:
-            timed: Returns the time of the selected set. None (default): `time_of_step`. It takes some milliseconds.
+            timed: Returns the time of the selected variant. None (default): `time_of_step`. It takes some milliseconds.
         """
         timed = partial(time_of_step, self) if timed is None else timed
         times = dict[str, float]()
         for name in self.supported():
             self.take(name)
             times[name] = timed()
-        widest = next(iter(times))
-        fastest = min(times, key=times.__getitem__)
-        self.take(fastest if times[fastest] < 0.95 * times[widest] else widest)
+        least = min(times.values())
+        self.take(next(name for name, seconds in times.items() if 0.95 * seconds <= least))
         return times
 
     def borrow(self, parallel: int | None) -> None:
@@ -168,17 +177,21 @@ class Native:
         self._borrow(parallel)
 
 
-def time_of_step(native: Native, numel: int = 2**19, repetitions: int = 4) -> float:
+def time_of_step(native: Native, numel: int = 2**17, repetitions: int = 4) -> float:
     """Return the least time of a squared norm and an AdamW update of ``numel`` float32 elements on one thread, in seconds.
 
+    Before each of them, its tensors are removed from the caches, because a step usually reads tensors from main memory.
+
     Args:
-        native: The kernels, with the selected instruction set.
-        numel: Number of elements. Default: the four tensors have 8 MiB, more than the private caches of a core.
+        native: The kernels, with the variant to measure selected.
+        numel: Number of elements. Default: the four tensors have 2 MiB.
         repetitions: Number of runs. Default 4.
     """
     # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
-    tensors = [array("f", [1.0]) * numel for _ in range(4)]
-    param, first, second, grad = (memory.buffer_info()[0] for memory in tensors)
+    memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
+    # Aligned like torch's tensors: vectors of unaligned tensors lie in two cache lines.
+    tensors = [-(-block.buffer_info()[0] // LINE) * LINE for block in memory]
+    param, first, second, grad = tensors
     step, found_inf, power = array("f", [1.0]), array("f", [0.0]), array("d", [0.0])
     options = array("d", [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.0])
     fixed, grads, numels = (
@@ -188,13 +201,18 @@ def time_of_step(native: Native, numel: int = 2**19, repetitions: int = 4) -> fl
     )
     columns, grad_at, numel_at = (column.buffer_info()[0] for column in (fixed, grads, numels))
     options_at, inf_at, power_at = (memory.buffer_info()[0] for memory in (options, found_inf, power))
-    float32, best = DTYPES[torch.float32], inf
+    float32, least_of_norm, least_of_update = DTYPES[torch.float32], inf, inf
     for _ in range(repetitions):
+        native.evict(grad, 4 * numel)
         start = perf_counter()
         native.powers(1, grad_at, numel_at, float32, NORM_TYPES[2.0], power_at, 1)
+        least_of_norm = min(least_of_norm, perf_counter() - start)
+        for tensor in tensors:
+            native.evict(tensor, 4 * numel)
+        start = perf_counter()
         native.update(Kind.ADAM, 1, columns, grad_at, None, None, numel_at, float32, 0, options_at, 1.0, inf_at, 1)
-        best = min(best, perf_counter() - start)
-    return best
+        least_of_update = min(least_of_update, perf_counter() - start)
+    return least_of_norm + least_of_update
 
 
 def torchs_threads() -> int | None:

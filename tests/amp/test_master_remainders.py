@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from loops import instructions_here, loops, with_instructions
+from loops import loops, variants_here, with_variant
 from meshstep.amp import Bf16
 from meshstep.amp.master_weights import join_master, split_master
 from meshstep.optim.kernels.native import Kind, PointerColumns
@@ -147,12 +147,12 @@ def test_split_and_join_master_accept_any_memory_format_and_shape() -> None:
 
 
 @pytest.fixture
-def _best_instructions() -> Iterator[None]:
+def _widest_variant() -> Iterator[None]:
     yield
     loops().take(None)
 
 
-def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> None:
+def stepped_by_loops(weight: Tensor, remainder: Tensor, variant: str) -> None:
     """Apply AdamW with a learning rate of 0, in place."""
     size = weight.numel()
     grad, mean, square, step = (*torch.zeros(3, size).unbind(), torch.tensor(4.0))
@@ -160,30 +160,30 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
     rests, numels = array("Q", [remainder.data_ptr()]), array("q", [size])
     columns = PointerColumns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)
     hyper = [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]
-    with with_instructions(instructions):
+    with with_variant(variant):
         update_by_loops(loops(), Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)
 
 
-@pytest.mark.usefixtures("_best_instructions")
-@pytest.mark.parametrize("instructions", instructions_here())
-def test_c_update_loops_split_masters_like_split_master(instructions: str) -> None:
+@pytest.mark.usefixtures("_widest_variant")
+@pytest.mark.parametrize("variant", variants_here())
+def test_c_update_loops_split_masters_like_split_master(variant: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))
-    stepped_by_loops(weight, remainder, instructions)
+    stepped_by_loops(weight, remainder, variant)
     wanted = split_master(of(torch.where(is_signalling(bits), bits | QUIET, bits)))
     assert torch.equal(bits_of(weight), bits_of(wanted[0]))
     assert torch.equal(remainder, wanted[1])
 
 
-@pytest.mark.usefixtures("_best_instructions")
-@pytest.mark.parametrize("instructions", instructions_here())
-def test_c_update_loops_join_overwritten_weights_like_join_master(instructions: str) -> None:
+@pytest.mark.usefixtures("_widest_variant")
+@pytest.mark.parametrize("variant", variants_here())
+def test_c_update_loops_join_overwritten_weights_like_join_master(variant: str) -> None:
     weight, remainder = written()
     master = join_master(weight, remainder)
     wanted = split_master(of(torch.where(master.isnan(), bits_of(master) | QUIET, bits_of(master))))
     before = weight.clone()
-    stepped_by_loops(weight, remainder, instructions)
+    stepped_by_loops(weight, remainder, variant)
     assert bool(same_weight(weight, before).all())
     assert torch.equal(bits_of(weight), bits_of(wanted[0]))
     assert torch.equal(remainder, wanted[1])

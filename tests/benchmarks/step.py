@@ -238,7 +238,7 @@ def main() -> None:
     hardware = (
         torch.cuda.get_device_name()
         if device.type == "cuda"
-        else f"{processor()}, {'torch' if chosen.native is None else chosen.native.instructions} kernels, "
+        else f"{processor()}, {'torch' if chosen.native is None else chosen.native.variant} kernels, "
         f"{arguments.threads} threads"
     )
     print(f"torch {torch.__version__}, {hardware}")

@@ -1,4 +1,4 @@
-"""Run the native CPU loops with each instruction set that this machine supports."""
+"""Run each variant of the native CPU loops that this machine supports."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def loops() -> Native:
     return found
 
 
-def instructions_here() -> list[str]:
-    """Return the instruction sets that this machine supports, the narrowest one first."""
+def variants_here() -> list[str]:
+    """Return the variants that this machine supports, those with the narrowest instructions first."""
     return loops().supported()[::-1]
 
 
 @contextmanager
-def with_instructions(name: str) -> Iterator[None]:
-    """Use an instruction set within the block, in all `Native` objects of this process."""
+def with_variant(name: str) -> Iterator[None]:
+    """Use a variant of the loops within the block, in all `Native` objects of this process."""
     loops().take(name)
     try:
         yield

@@ -131,8 +131,6 @@ static double NAME(together)(const double *sums) {
     return pairs[0];
 }
 
-#define AHEAD 1024 /* prefetch distance in bytes */
-
 /* The square of a float32 is exact in float64, so a fused multiply-add rounds like a multiplication and an addition. */
 INLINE doublesN NAME(added)(doublesN sum, floatsN floats, const int squares) {
     if (!squares) floats = (floatsN)((intsN)floats & 0x7fffffff);
@@ -169,20 +167,32 @@ INLINE void NAME(add)(doublesN *sums, const int dtype, const char *at, const int
     }
 }
 
-/* Sum |x|, or x^2 if `squares`. Read STREAMS equal parts at once, because a single stream mostly waits for memory. The
- * elements that remain are added to the first sums. */
+/* Sum |x|, or x^2 if `squares`. Each of STREAMS equal parts of the elements has sums of its own, so the result is the same if the
+ * parts are read in turn or at once. The elements that remain are added to the first sums. */
 INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
     enum { VECTORS = EACH / WIDTH };
     const int size = dtype == FLOAT32 ? 4 : 2;
     const int64_t part = n / LANES * EACH;
     doublesN sums[STREAMS * VECTORS] = {{0}};
-    for (int64_t i = 0; i < part; i += EACH)
-#pragma GCC unroll 4
+    if (reads_in_turn) {
         for (int stream = 0; stream < STREAMS; stream++) {
-            const char *at = (const char *)base + (stream * part + i) * size;
-            __builtin_prefetch(at + AHEAD);
-            NAME(add)(sums + stream * VECTORS, dtype, at, squares);
+            const char *at = (const char *)base + stream * part * size;
+            doublesN own[VECTORS] = {{0}};
+            for (int64_t i = 0; i < part; i += EACH, at += EACH * size) {
+                __builtin_prefetch(at + NEAR, 0, 2); /* to the L2 cache */
+                NAME(add)(own, dtype, at, squares);
+            }
+            memcpy(sums + stream * VECTORS, own, sizeof own);
         }
+    } else {
+        for (int64_t i = 0; i < part; i += EACH)
+#pragma GCC unroll 4
+            for (int stream = 0; stream < STREAMS; stream++) {
+                const char *at = (const char *)base + (stream * part + i) * size;
+                __builtin_prefetch(at + FAR);
+                NAME(add)(sums + stream * VECTORS, dtype, at, squares);
+            }
+    }
     double lanes[LANES];
     memcpy(lanes, sums, sizeof lanes);
     float rest[LANES];
@@ -353,12 +363,19 @@ INLINE void NAME(widen_strip)(const int dtype, const uint16_t *from, float *to) 
 }
 
 INLINE void NAME(round_strip)(const int dtype, const float *from, uint16_t *to) {
-    __m256 values[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
     if (dtype == FLOAT16) {
-        for (int k = 0; k < 2; k++)
-            _mm_storeu_si128((__m128i *)(to + 8 * k), _mm256_cvtps_ph(values[k], _MM_FROUND_TO_NEAREST_INT));
+        for (int k = 0; k < STRIP; k += 8)
+            _mm_storeu_si128((__m128i *)(to + k), _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
         return;
     }
+#if INSTRUCTIONS == AVX512
+    words16 bits;
+    memcpy(&bits, from, sizeof bits);
+    words16 nans = (words16)((bits & 0x7fffffff) > 0x7f800000), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    halves16 halves = __builtin_convertvector((rounded & ~nans) | (nans & 0x7fc0), halves16);
+    memcpy(to, &halves, sizeof halves);
+#else
+    __m256 values[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
     if (_mm256_movemask_ps(_mm256_cmp_ps(values[0], values[1], _CMP_UNORD_Q))) { /* a NaN */
         NAME(round_bfloat16)(from, to, STRIP);
         return;
@@ -371,6 +388,7 @@ INLINE void NAME(round_strip)(const int dtype, const float *from, uint16_t *to) 
     /* The pack interleaves the 64-bit quarters of both vectors. */
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded[0], rounded[1]), 0xd8);
     _mm256_storeu_si256((__m256i *)to, packed);
+#endif
 }
 #endif
 
@@ -381,16 +399,17 @@ INLINE void NAME(adam_strips)(float *restrict p, const char *restrict grad, floa
                               float *restrict most, uint16_t *restrict copy, int64_t n, const struct adam set, float step_size,
                               float root, const int grad_dtype, const int copy_dtype, const int decoupled, const int amsgrad) {
     const int size = grad_dtype == FLOAT32 ? 4 : 2;
+    const int64_t ahead = reads_in_turn ? NEAR : FAR;
     float wide[STRIP];
     int64_t i = 0;
     for (; i + STRIP <= n; i += STRIP) {
         const char *raw = grad + i * size;
         const float *g = grad_dtype == FLOAT32 ? (const float *)raw : wide;
-        __builtin_prefetch((const char *)(p + i) + AHEAD, 1);
-        __builtin_prefetch(raw + AHEAD);
-        if (copy) __builtin_prefetch((const char *)(copy + i) + AHEAD, 1);
-        __builtin_prefetch((const char *)(m + i) + AHEAD, 1);
-        __builtin_prefetch((const char *)(v + i) + AHEAD, 1);
+        __builtin_prefetch((const char *)(p + i) + ahead, 1);
+        __builtin_prefetch(raw + ahead);
+        if (copy) __builtin_prefetch((const char *)(copy + i) + ahead, 1);
+        __builtin_prefetch((const char *)(m + i) + ahead, 1);
+        __builtin_prefetch((const char *)(v + i) + ahead, 1);
 #if INSTRUCTIONS > 0
         if (grad_dtype != FLOAT32) NAME(widen_strip)(grad_dtype, (const uint16_t *)raw, wide);
 #endif
@@ -528,7 +547,6 @@ static void NAME(round)(const struct rounding *of, int64_t start, int64_t length
         }
     }
 }
-#undef AHEAD
 #undef INLINE
 #undef WIDTH
 #undef floatsN

@@ -1,8 +1,8 @@
 /* Powers of gradients, updates of optimizers, and stochastic rounding in one pass over memory: plain C, without Python's or
  * torch's headers.
  *
- * native.py calls the functions through ctypes, with the addresses of tensors. meshstep_take selects the instruction set.
- * Results are bitwise identical for all instruction sets (see loops.h). They are also bitwise identical for all numbers of
+ * native.py calls the functions through ctypes, with the addresses of tensors. meshstep_take selects a variant of the loops.
+ * Results are bitwise identical for all variants (see loops.h). They are also bitwise identical for all numbers of
  * threads, because the results of chunks are added in a fixed order. */
 
 #include <math.h>
@@ -33,6 +33,8 @@ typedef double doubles4 __attribute__((vector_size(32)));
 typedef double doubles8 __attribute__((vector_size(64)));
 typedef uint64_t longs4 __attribute__((vector_size(32)));
 typedef uint64_t longs8 __attribute__((vector_size(64)));
+typedef uint32_t words16 __attribute__((vector_size(64)));
+typedef uint16_t halves16 __attribute__((vector_size(32)));
 
 /* Hyper-parameters, rounded to float32 as in torch's kernels. */
 struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
@@ -99,6 +101,11 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
     return (floats4){float_of_float16(x[0]), float_of_float16(x[1]), float_of_float16(x[2]), float_of_float16(x[3])};
 }
 
+/* Two ways to read memory, with the same results. Which one is faster depends on the processor.
+ * 0: several parts of a tensor at once, with prefetches far ahead. 1: one part after the other, with near prefetches. */
+static int reads_in_turn = 0;
+enum { NEAR = 512, FAR = 1024 }; /* prefetch distances in bytes */
+
 #define AVX2 1
 #define AVX512 2
 
@@ -116,10 +123,11 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
 #include "loops.h"
 #endif
 
-/* Instruction set. --------------------------------------------------------------------------------------------------- */
+/* Variants of the loops: instruction sets and ways to read memory. --------------------------------------------------- */
 
 struct loops {
     const char *name;
+    int instructions, in_turn;
     double (*power)(int, int, const void *, int64_t, int64_t);
     void (*means)(int, int, const void *, int64_t, int64_t, double *);
     void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
@@ -127,35 +135,53 @@ struct loops {
 };
 
 static const struct loops all_loops[] = {
-    {"plain", power_plain, means_plain, update_plain, round_plain},
 #if defined(__x86_64__)
-    {"avx2", power_avx2, means_avx2, update_avx2, round_avx2},
-    {"avx512", power_avx512, means_avx512, update_avx512, round_avx512},
+    {"avx512", AVX512, 0, power_avx512, means_avx512, update_avx512, round_avx512},
+    {"avx512 in turn", AVX512, 1, power_avx512, means_avx512, update_avx512, round_avx512},
+    {"avx2", AVX2, 0, power_avx2, means_avx2, update_avx2, round_avx2},
+    {"avx2 in turn", AVX2, 1, power_avx2, means_avx2, update_avx2, round_avx2},
 #endif
+    {"plain", 0, 0, power_plain, means_plain, update_plain, round_plain},
+    {"plain in turn", 0, 1, power_plain, means_plain, update_plain, round_plain},
 };
+enum { VARIANTS = sizeof all_loops / sizeof *all_loops };
 
-static int runs_here(int index) {
+static int runs_here(int instructions) {
 #if defined(__x86_64__)
     unsigned a, b, c = 0, d;
-    if (index == 1)
+    if (instructions == AVX2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    if (index == 2)
+    if (instructions == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && runs_here(1);
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && runs_here(AVX2);
 #endif
-    return index == 0;
+    return instructions == 0;
 }
 
-static const struct loops *loops = &all_loops[0];
+static const struct loops *loops = &all_loops[VARIANTS - 2];
 
-/* Select the instruction set of this name, or the best one (NULL). Returns its name, or NULL if it is not supported. */
+/* Select the variant of this name, or the one with the widest instructions (NULL). Returns its name, or NULL if this machine
+ * does not support it. */
 EXPORT const char *meshstep_take(const char *name) {
-    for (int index = (int)(sizeof all_loops / sizeof *all_loops) - 1; index >= 0; index--)
-        if (runs_here(index) && (!name || !strcmp(name, all_loops[index].name))) {
-            loops = &all_loops[index];
+    for (int index = 0; index < VARIANTS; index++) {
+        const struct loops *found = &all_loops[index];
+        if (runs_here(found->instructions) && (!name || !strcmp(name, found->name))) {
+            loops = found;
+            reads_in_turn = found->in_turn;
             return loops->name;
         }
+    }
     return NULL;
+}
+
+/* Remove this memory from all caches; on other processors than x86-64, do nothing. */
+EXPORT void meshstep_evict(const void *base, int64_t bytes) {
+#if defined(__x86_64__)
+    for (int64_t at = 0; at < bytes; at += 64) _mm_clflush((const char *)base + at);
+    _mm_mfence();
+#else
+    (void)base, (void)bytes;
+#endif
 }
 
 /* Threads: those of torch's OpenMP runtime if it can be called. Its threads spin for some milliseconds while they wait for
@@ -358,7 +384,7 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
 }
 
 /* Version of the functions' arguments. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
-EXPORT int meshstep_interface(void) { return 5; }
+EXPORT int meshstep_interface(void) { return 6; }
 
 /* One update of `count` tensors; changes nothing if *found_inf is not 0.
  *

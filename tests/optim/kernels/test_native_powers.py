@@ -1,5 +1,5 @@
-"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical for all instruction
-sets and numbers of threads."""
+"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical for all variants
+of the loops and numbers of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, some_values
-from loops import instructions_here, loops, using, with_instructions, with_threads
+from loops import loops, using, variants_here, with_threads, with_variant
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import MEAN_OF, torchs_threads
@@ -23,12 +23,12 @@ from meshstep.optim.norm.powers import local_powers, means_by_loops, powers_by_l
 from properties import number_of_cases
 from torch import Tensor
 
-INSTRUCTIONS = instructions_here()
+VARIANTS = variants_here()
 KERNELS: tuple[Kernels, ...] = ("auto", "torch")
 
 
 @pytest.fixture(autouse=True)
-def _best_instructions() -> Iterator[None]:
+def _widest_variant() -> Iterator[None]:
     yield
     loops().take(None)
 
@@ -40,21 +40,21 @@ def _best_instructions() -> Iterator[None]:
     ),
     dtype=st.sampled_from(DTYPES),
     p=st.sampled_from([1.0, 2.0, inf]),
-    instructions=st.sampled_from(INSTRUCTIONS),
+    variant=st.sampled_from(VARIANTS),
     offset=st.integers(0, 3),
     scale=st.sampled_from([1e-30, 1.0, 1e30]),
     seed=st.integers(0, 2**31),
 )
 @example((70001,), torch.float16, 2.0, "plain", 1, 1.0, 3)
 def test_compiled_power_sums_match_reference_within_1e_minus_14(
-    shape: tuple[int, ...], dtype: torch.dtype, p: float, instructions: str, offset: int, scale: float, seed: int
+    shape: tuple[int, ...], dtype: torch.dtype, p: float, variant: str, offset: int, scale: float, seed: int
 ) -> None:
     """The bound holds for every shape, dtype, alignment and range; powers that fit float64 do not overflow or underflow."""
     values = some_values(shape, dtype, scale, seed)
     shifted = torch.zeros(values.numel() + offset, dtype=dtype)[offset:].view(shape).copy_(values)
     strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)
     turned = shifted.t() if len(shape) == 2 else shifted
-    with with_instructions(instructions):
+    with with_variant(variant):
         found = powers_by_loops(loops(), [shifted, turned, strided], p)
     assert found is not None
     torch.testing.assert_close(found, reference_powers([values] * 3, p), rtol=1e-14, atol=0.0)
@@ -62,7 +62,7 @@ def test_compiled_power_sums_match_reference_within_1e_minus_14(
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
 @pytest.mark.parametrize("p", [1, 2])
-def test_compiled_chunk_means_are_bitwise_identical_for_all_instruction_sets_and_splits(
+def test_compiled_chunk_means_are_bitwise_identical_for_all_loop_variants_and_splits(
     dtype: torch.dtype, p: int
 ) -> None:
     """They also are within 1e-14 of means in float64, and NaN or infinity affects only the mean of its chunk."""
@@ -71,8 +71,8 @@ def test_compiled_chunk_means_are_bitwise_identical_for_all_instruction_sets_and
     padded = torch.cat([values.double(), torch.zeros(-len(values) % MEAN_OF)])
     expected = (padded.abs() if p == 1 else padded.square()).view(-1, MEAN_OF).mean(1)
     found = []
-    for instructions, cuts in product(INSTRUCTIONS, [(40_003,), (8, 1016, 8 * 3001, 14_971), (16_384, 16_384, 7_235)]):
-        with with_instructions(instructions):
+    for variant, cuts in product(VARIANTS, [(40_003,), (8, 1016, 8 * 3001, 14_971), (16_384, 16_384, 7_235)]):
+        with with_variant(variant):
             found.append(means_by_loops(loops(), [part.clone() for part in values.split(cuts)], p))
     first = found[0]
     assert first is not None
@@ -86,12 +86,12 @@ def test_compiled_chunk_means_are_bitwise_identical_for_all_instruction_sets_and
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
 def test_nonfinite_element_affects_only_power_sum_of_its_tensor(dtype: torch.dtype, p: float) -> None:
-    for instructions in INSTRUCTIONS:
+    for variant in VARIANTS:
         for bad in (torch.nan, torch.inf, -torch.inf):
             for numel, at in ((1, 0), (37, 36), (40000, 12345), (40000, 39999)):
                 values = torch.ones(numel, dtype=dtype)
                 values[at] = bad
-                with with_instructions(instructions):
+                with with_variant(variant):
                     found = powers_by_loops(
                         loops(), [torch.ones(5, dtype=dtype), values, torch.ones(3, dtype=dtype)], p
                     )
@@ -102,15 +102,15 @@ def test_nonfinite_element_affects_only_power_sum_of_its_tensor(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_compiled_power_sums_are_bitwise_identical_for_all_instruction_sets_and_threads(
+def test_compiled_power_sums_are_bitwise_identical_for_all_loop_variants_and_threads(
     dtype: torch.dtype, p: float
 ) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
     # Many tensors without values near the dtype's maximum: another order of additions changes the bits of some of the sums.
     tensors += [torch.randn(numel).to(dtype) for numel in range(16_000, 16_100)]
     found = set[tuple[float, ...]]()
-    for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
-        with with_threads(threads, torchs), with_instructions(instructions):
+    for variant, threads, torchs in product(VARIANTS, (1, 2, 5), (True, False)):
+        with with_threads(threads, torchs), with_variant(variant):
             powers = powers_by_loops(loops(), tensors, p)
         assert powers is not None
         found.add(tuple(powers.tolist()))

@@ -1,4 +1,4 @@
-"""Stochastic rounding by the compiled loop: bitwise equal to plain torch and to Triton, on all instruction sets."""
+"""Stochastic rounding by the compiled loop: bitwise equal to plain torch and to Triton, by all variants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from interpreted import interpreted_pool, why_no_triton
-from loops import instructions_here, loops, using, with_instructions, with_threads
+from loops import loops, using, variants_here, with_threads, with_variant
 from meshstep.amp.stochastic_rounding import Drawn, Noise, round_all_, stochastic_round_
 from meshstep.optim.kernels.native import torchs_threads
 from meshstep.optim.kernels.rounding import round_by_kernels
@@ -17,7 +17,7 @@ from rounding_cases import BF16, F32, assert_replicas_equal_and_shards_different
 from torch import Tensor, nn
 from world import World
 
-INSTRUCTIONS = instructions_here()
+VARIANTS = variants_here()
 SIZES = (0, 1, 15, 16, 17, 64, 511, 512, 513, 1025, 4095, 4096, 4097, 16384, 16385 + 4096)
 STEPS = (0, 7, 2**33 + 1)
 
@@ -55,9 +55,9 @@ def wrong(everything: Sequence[Drawn]) -> list[str]:
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_all_sizes_and_addresses(
-    instructions: str, steps: int
+    variant: str, steps: int
 ) -> None:
     """One call rounds all tensors, at all addresses modulo 16 bytes."""
     everything = []
@@ -65,14 +65,14 @@ def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_all_sizes_and_add
         sources = [moved(values((numel,), 10 * index + number), offset) for number in range(2)]
         pairs = [(moved(torch.zeros(numel, dtype=BF16), 7 - offset), source) for source in sources]
         everything.append(Drawn(Noise(3, steps, f"weight {index}"), pairs))
-    with with_instructions(instructions):
+    with with_variant(variant):
         assert wrong(everything) == []
     other = everything[-1]._replace(noise=Noise(3, steps + 1, everything[-1].noise.name))
     assert not torch.equal(bits(other.pairs[0][0]), expected(other)[0])  # negative control
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(instructions: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(variant: str) -> None:
     exact = torch.randn(1000).to(BF16).float()
     subnormals = torch.tensor([1, -(2**31) + 1, 0x7FFFFF, 0x10000], dtype=torch.int32).view(F32)
     kept = torch.cat([exact, torch.tensor([0.0, -0.0, torch.inf, -torch.inf]), subnormals[3:]]).repeat(20)
@@ -80,19 +80,19 @@ def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(i
     targets = [torch.zeros(source.shape, dtype=BF16) for source in (kept, nans, subnormals)]
     pairs = [*zip(targets, (kept, nans, subnormals), strict=True)]
     for steps in range(5):
-        with with_instructions(instructions):
+        with with_variant(variant):
             assert wrong([Drawn(Noise(0, steps, "weight"), pairs)]) == []
         assert torch.equal(targets[0].float().view(torch.int32), kept.view(torch.int32))
         assert torch.equal(targets[1].view(torch.int16).int(), nans.view(torch.int32) >> 16)
         assert bool((targets[2].float().abs() <= 2.0**-126).all())
 
 
-def test_compiled_rounding_is_bitwise_equal_for_all_instruction_sets_and_threads() -> None:
+def test_compiled_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() -> None:
     sources = [values((numel,), numel) for numel in (3, 1_000_003, 17, 300_001)]
     found = list[Tensor]()
-    for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
+    for variant, threads, torchs in product(VARIANTS, (1, 2, 5), (True, False)):
         targets = [torch.zeros(source.shape, dtype=BF16) for source in sources]
-        with with_threads(threads, torchs), with_instructions(instructions):
+        with with_threads(threads, torchs), with_variant(variant):
             round_by_kernels([Drawn(Noise(1, 2, "weight"), [*zip(targets, sources, strict=True)])])
         found.append(torch.cat([*map(bits, targets)]))
     assert all(torch.equal(one, found[0]) for one in found)

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
-from loops import instructions_here, loops, with_instructions, with_threads
+from loops import loops, variants_here, with_threads, with_variant
 from meshstep.optim.kernels import native as native_module
 from meshstep.optim.kernels.native import SGD, Adagrad, Adam
 from meshstep.optim.step.c_engine import update_by_loops
 from properties import number_of_cases
 from torch import Tensor
 
-INSTRUCTIONS = instructions_here()
+VARIANTS = variants_here()
 
 
 @pytest.fixture(autouse=True)
-def _best_instructions() -> Iterator[None]:
+def _widest_variant() -> Iterator[None]:
     yield
     loops().take(None)
 
@@ -46,7 +46,7 @@ class ByLoops(Case):
     grad_dtype=st.sampled_from([torch.float32, *HALVES]),
     half=st.sampled_from([None, *HALVES]),
     factor=st.sampled_from([1.0, 0.37, -0.37, 1e-4]),
-    instructions=st.sampled_from(INSTRUCTIONS),
+    variant=st.sampled_from(VARIANTS),
     seed=st.integers(0, 2**31),
 )
 def test_compiled_update_matches_float64_reference(
@@ -55,23 +55,23 @@ def test_compiled_update_matches_float64_reference(
     grad_dtype: torch.dtype,
     half: torch.dtype | None,
     factor: float,
-    instructions: str,
+    variant: str,
     seed: int,
 ) -> None:
-    with with_instructions(instructions):
+    with with_variant(variant):
         steps_as_the_reference(ByLoops(rule, numels, grad_dtype, half, seed), factor)
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3), Adam(1e-3, weight_decay=0.1, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_compiled_adam_updates_in_every_dtype_are_bitwise_identical_for_all_instruction_sets(
+def test_compiled_adam_updates_in_every_dtype_are_bitwise_identical_for_all_loop_variants(
     rule: Rule, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     results = list[list[Tensor]]()
-    for instructions in INSTRUCTIONS:
+    for variant in VARIANTS:
         case = ByLoops(rule, [5, 16, 31, 1024, 20_001], grad_dtype, half, seed=8)
-        with with_instructions(instructions):
+        with with_variant(variant):
             case.step(0.37)
         results.append(case.everything())
     for other in results[1:]:
@@ -79,11 +79,11 @@ def test_compiled_adam_updates_in_every_dtype_are_bitwise_identical_for_all_inst
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
-def test_compiled_updates_are_bitwise_identical_for_all_instruction_sets_and_threads(rule: Rule) -> None:
+def test_compiled_updates_are_bitwise_identical_for_all_loop_variants_and_threads(rule: Rule) -> None:
     results = list[list[Tensor]]()
-    for instructions, (threads, torchs) in product(INSTRUCTIONS, ((1, True), (3, True), (3, False))):
+    for variant, (threads, torchs) in product(VARIANTS, ((1, True), (3, True), (3, False))):
         case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
-        with with_threads(threads, torchs), with_instructions(instructions):
+        with with_threads(threads, torchs), with_variant(variant):
             case.step(0.37)
         results.append(case.everything())
     for other in results[1:]:
@@ -91,24 +91,24 @@ def test_compiled_updates_are_bitwise_identical_for_all_instruction_sets_and_thr
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_skipped_compiled_update_changes_nothing(rule: Rule, instructions: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_skipped_compiled_update_changes_nothing(rule: Rule, variant: str) -> None:
     case = ByLoops(rule, [5, 20_000], torch.float32, torch.bfloat16, seed=5)
     case.grads[0][2] = torch.nan
     before = deepcopy(case.everything())
-    with with_instructions(instructions):
+    with with_variant(variant):
         case.step(float("nan"), found_inf=1.0)
     assert all(torch.equal(now, then) for now, then in zip(case.everything(), before, strict=True))
     case.step(0.5)
     assert not torch.equal(case.params[1], before[1])
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("rule", [SGD(1.0), Adam(0.0), Adam(0.0, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("half_gradients", [False, True])
 def test_compiled_update_rounds_low_precision_weights_as_torch(
-    instructions: str, half: torch.dtype, rule: Rule, half_gradients: bool
+    variant: str, half: torch.dtype, rule: Rule, half_gradients: bool
 ) -> None:
     """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN.
     Adam rounds inside its loop, the other rules in a second loop."""
@@ -122,7 +122,7 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
     grad_dtype = half if half_gradients else torch.float32
     case = ByLoops(rule, [values.numel()], grad_dtype, half, seed=6)
     case.params, case.grads = [values.clone()], [torch.zeros_like(values, dtype=grad_dtype)]
-    with with_instructions(instructions):
+    with with_variant(variant):
         case.step(1.0)
     assert case.halves is not None
     found, wanted = case.halves[0], case.params[0].to(half)
@@ -130,29 +130,29 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
     assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
-def test_compiled_sgd_update_reads_low_precision_gradients_as_torch(instructions: str, half: torch.dtype) -> None:
+def test_compiled_sgd_update_reads_low_precision_gradients_as_torch(variant: str, half: torch.dtype) -> None:
     """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half)
     case = ByLoops(SGD(-1.0), [2**16], half, None, seed=7)
     case.params, case.grads = [torch.zeros(2**16)], [grads]
-    with with_instructions(instructions):
+    with with_variant(variant):
         case.step(1.0)
     assert torch.equal(case.params[0].nan_to_num(0.5), grads.float().nan_to_num(0.5))
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("half", [None, *HALVES])
 def test_compiled_adam_update_reads_low_precision_gradients_as_torch(
-    instructions: str, grad_dtype: torch.dtype, half: torch.dtype | None
+    variant: str, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     """The test covers all 2^16 values: with a ``beta1`` of 0, the first moment is the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(grad_dtype)
     case = ByLoops(Adam(1e-3, beta1=0.0), [2**16], grad_dtype, half, seed=7)
     case.grads = [grads]
-    with with_instructions(instructions):
+    with with_variant(variant):
         case.step(1.0)
     assert torch.equal(case.states[0][0].nan_to_num(0.5), grads.float().nan_to_num(0.5))
 

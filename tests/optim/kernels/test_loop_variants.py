@@ -1,0 +1,62 @@
+"""The choice of the fastest variant of the compiled loops. The bits of all are equal; see the tests of each loop."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+from loops import loops
+from meshstep.optim.kernels import choice
+from meshstep.optim.kernels.native import VARIANTS, time_of_step
+
+
+@pytest.fixture(autouse=True)
+def _widest_variant() -> Iterator[None]:
+    yield
+    loops().take(None)
+
+
+def chosen_with(times: Mapping[str, float]) -> str:
+    """Return the variant that is selected if those of this machine take these times in seconds."""
+    assert [*loops().take_fastest(lambda: times[loops().variant])] == loops().supported()
+    return loops().variant
+
+
+def test_later_variant_is_selected_only_if_clearly_faster() -> None:
+    first, *others = loops().supported()
+    slow = dict.fromkeys(others, 2.0)
+    assert chosen_with({**slow, first: 1.0}) == first
+    assert chosen_with({**slow, first: 2.05}) == first  # within 5 %
+    assert chosen_with({**slow, first: 2.2, others[-1]: 1.8}) == others[-1]
+    assert chosen_with({**slow, first: 2.2, others[0]: 1.85, others[-1]: 1.8}) == others[0]
+
+
+def test_unknown_variant_raises_error_with_known_names() -> None:
+    before = loops().variant
+    with pytest.raises(ValueError, match=r"the loops 'sse9' are unknown, or .*; give one of \('avx512', .*\) or None"):
+        loops().take("sse9")
+    assert loops().variant == before
+
+
+def test_every_instruction_set_is_supported_with_both_ways_to_read() -> None:
+    found = loops().supported()
+    assert found == [name for name in VARIANTS if name in found]
+    assert found[-2:] == ["plain", "plain in turn"]
+    assert {name + " in turn" for name in found[::2]} == {*found[1::2]}
+
+
+def test_kernel_choice_measures_and_logs_time_of_each_variant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "built", loops)
+    with caplog.at_level(logging.INFO, "meshstep"):
+        found = choice._found.__wrapped__()
+    assert found is loops()
+    assert f"CPU kernels: native, {loops().variant}, the fastest of " in caplog.text
+    assert re.findall(r"(\w+(?: in turn)?) \d+\.\d\d ms", caplog.text) == loops().supported()
+
+
+def test_measured_kernel_time_grows_with_number_of_elements() -> None:
+    assert 0 < time_of_step(loops(), 2**10) < time_of_step(loops(), 2**20)

@@ -67,7 +67,7 @@ class MasterWeights:
         self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
-        self._versions: dict[Tensor, int] = {}  # version counters of parameters and masters after the last step
+        self._versions: dict[int, int] = {}  # version counters of parameters and masters after the last step, by id
         self._addresses: list[int] = []  # memory addresses of the parameters in `pairs`
         self.param_of: dict[Tensor, Tensor] = {}
         self.refresh()
@@ -163,16 +163,17 @@ class MasterWeights:
                     f"the gradient of {label_of(param)} still contains the gradient of an earlier step, because the "
                     "optimizer's zero_grad() clears only the masters' gradients; call MasterWeights.zero_grad() instead"
                 )
-        gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
-        cast: dict[Tensor, Tensor] = {}
+        values: list[Tensor | None] = [param.grad for param, _ in self.pairs]
+        grads = list(values)
         if self.cast and not self.main_grads:
-            halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
-            cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
-        for param, master in self.pairs:
-            grad = gradients.get(param)
-            if grad is not None:
+            is_cast = [grad is not None and is_half(grad) and grad.layout is torch.strided for grad in grads]
+            cast = iter(
+                float32_of([grad for grad, cast in zip(grads, is_cast, strict=True) if grad is not None and cast])
+            )
+            values = [next(cast) if found else grad for grad, found in zip(grads, is_cast, strict=True)]
+        for (_, master), grad, value in zip(self.pairs, grads, values, strict=True):
+            if grad is not None and value is not None:
                 setattr(grad, _COLLECTED, True)
-                value = cast.get(param, grad)
                 master.grad = value.float() if self.cast else value
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # keeps a gradient that was assigned to the master directly
@@ -194,7 +195,8 @@ class MasterWeights:
         contain only the masters of one bucket.
         """
         params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return [(self.param_of[param], param) for param in params if param in self.param_of]
+        of_masters = ((self.param_of.get(param), param) for param in params)
+        return [(param, master) for param, master in of_masters if param is not None]
 
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor] = ()) -> None:
@@ -236,7 +238,7 @@ class MasterWeights:
                 param.grad.zero_()
 
     def _record_versions(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._versions |= {tensor: tensor._version for pair in pairs for tensor in pair}
+        self._versions |= {id(tensor): tensor._version for pair in pairs for tensor in pair}
 
     @torch.no_grad()
     def find_overwritten(self) -> Tensor | None:
@@ -249,7 +251,7 @@ class MasterWeights:
         Host synchronization: one or two per compared master.
         """
         for param, master in self.held():
-            if master._version == self._versions[master] and not has_equal_values(param, master):
+            if master._version == self._versions[id(master)] and not has_equal_values(param, master):
                 return param
         return None
 
@@ -261,13 +263,13 @@ class MasterWeights:
         addresses = [param.data_ptr() for param, _ in self.pairs]
         moved = addresses != self._addresses
         for index, (param, master) in enumerate(self.pairs):
-            if param._version != self._versions[param] or (moved and addresses[index] != self._addresses[index]):
+            if param._version != self._versions[id(param)] or (moved and addresses[index] != self._addresses[index]):
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
                         f"{label_of(param)} was changed since the last step, and the next step would restore the master's "
                         "old weights; call reload_from_model() after loading or changing the model's weights"
                     )
-                self._versions[param] = param._version  # changed in place, but to equal values
+                self._versions[id(param)] = param._version  # changed in place, but to equal values
         self._addresses = addresses
 
     # Saving ----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,8 @@ class PointerTable:
         self._flat, self._lengths = array("Q", chain.from_iterable(fixed)), array("q", self.numels)
         self._rests = None if rests is None else array("Q", rests)
         self._all_contiguous = all(self.contiguous)
+        # The half-precision copies of the last call of `_writable`, their signature, and its result.
+        self._found, self._halves, self._writable_halves = list[Tensor | None](), Signature([]), list[Tensor | None]()
 
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
         """Return the arguments of the kernel call that steps all rows and writes their half-precision copies.
@@ -162,23 +164,39 @@ class PointerTable:
         if 0 in addresses:  # empty tensors, or lazy zeros without memory
             rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
             addresses = array("Q", map(Tensor.data_ptr, rows))
-        halves = [] if copies is None else [copies.copies.get(param) for param in self.params]
-        dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
-        for index, half in enumerate(halves):
-            if half is not None:
-                lies = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
-                lies = lies and not half.is_neg()
-                if (
-                    half.dtype != dtype
-                    or type(half) not in PLAIN
-                    or not (lies or same_memory_format(half, self.params[index]))
-                ):
-                    halves[index] = None
+        halves = self._writable(copies)
         written = [half for half in halves if half is not None]
         at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
+        dtype = written[0].dtype if written else torch.bfloat16
         return KernelCall(
             PointerColumns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
         )
+
+    def _writable(self, copies: LowPrecisionOut | None) -> list[Tensor | None]:
+        """Return for each row the half-precision copy that the kernels can write; None if there is none.
+
+        They write copies of one dtype, with the element order of the parameter.
+        """
+        if copies is None:
+            return []
+        found = [copies.copies.get(param) for param in self.params]
+        given = [half for half in found if half is not None]
+        if not self._halves.fits(given) or not all(map(is_, found, self._found)):
+            dtype = given[0].dtype if given else None
+            self._writable_halves = [
+                half if half is not None and half.dtype == dtype and self._has_order_of(index, half) else None
+                for index, half in enumerate(found)
+            ]
+            self._found, self._halves = found, Signature(given)
+        return self._writable_halves
+
+    def _has_order_of(self, index: int, half: Tensor) -> bool:
+        if type(half) not in PLAIN:
+            return False
+        lies = (
+            self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index] and not half.is_neg()
+        )
+        return lies or same_memory_format(half, self.params[index])
 
 
 class ParamRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from operator import is_
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels import memory
 from meshstep.optim.kernels.memory import Signature
+from meshstep.optim.step.c_engine import PointerTable
+from meshstep.optim.step.update_request import LowPrecisionOut
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 
@@ -60,6 +63,27 @@ def test_tensor_signature_does_not_match_another_number_of_tensors() -> None:
     signature = Signature([base()])
     assert not any([signature.fits([]), signature.fits([base(), base()]), signature.fits([None])])
     assert Signature([]).fits([])
+
+
+def test_pointer_table_writes_copies_given_in_this_call() -> None:
+    """Also if the earlier calls had equal copies, copies of other parameters, copies of another dtype, or none."""
+    params = [torch.ones(4), torch.ones(4)]
+    table = PointerTable(params, [[param.data_ptr() for param in params], *[[0, 0]] * 4], None)
+
+    def halves_of(*copies: Tensor | None) -> list[Tensor]:
+        given = {param: copy for param, copy in zip(params, copies, strict=True) if copy is not None}
+        call = table.call([torch.ones(4)] * 2, LowPrecisionOut(given))
+        addresses = [0 if copy is None else copy.data_ptr() for copy in copies]
+        assert call.columns.halves is None or call.columns.halves.tolist() == addresses
+        return call.halves
+
+    first, second, half = torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), torch.ones(4).half()
+    for copies in ([None, None], [first, None], [second, None], [None, second], [first, second], [None, half]):
+        expected = [copy for copy in copies if copy is not None]
+        found = halves_of(*copies)
+        assert len(found) == len(expected)
+        assert all(map(is_, found, expected))
+    assert halves_of(None, None) == []
 
 
 def made(param: nn.Parameter, name: str = "AdamW", **options: Any) -> ParallelOptimizer[Any]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from math import inf, sqrt
 from pathlib import Path
 from time import perf_counter
@@ -149,20 +148,22 @@ class Native:
         self.take(before)
         return found
 
-    def take_fastest(self, timed: Callable[[], float] | None = None) -> Mapping[str, float]:
-        """Select the fastest supported variant, and return the times of all in seconds, in the order of `VARIANTS`.
+    def take_fastest(self, timed: Callable[[], float] | None = None, rounds: int = 5) -> Mapping[str, float]:
+        """Select the fastest supported variant, and return the least times of all in seconds, in the order of `VARIANTS`.
 
         All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
         the least time is selected, because smaller differences are random.
 
         Args:
-            timed: Returns the time of the selected variant. None (default): `time_of_step`. It takes some milliseconds.
+            timed: Returns the time of the selected variant. None (default): that of `step_timer`.
+            rounds: How often each variant is measured, in turn with the others. The least time counts. Default 5, which
+                takes some milliseconds.
         """
-        timed = partial(time_of_step, self) if timed is None else timed
-        times = dict[str, float]()
-        for name in self.supported():
+        timed = step_timer(self) if timed is None else timed
+        times = dict.fromkeys(self.supported(), inf)
+        for name in [*times] * rounds:
             self.take(name)
-            times[name] = timed()
+            times[name] = min(times[name], timed())
         least = min(times.values())
         self.take(next(name for name, seconds in times.items() if 0.95 * seconds <= least))
         return times
@@ -177,15 +178,15 @@ class Native:
         self._borrow(parallel)
 
 
-def time_of_step(native: Native, numel: int = 2**17, repetitions: int = 4) -> float:
-    """Return the least time of a squared norm and an AdamW update of ``numel`` float32 elements on one thread, in seconds.
+def step_timer(native: Native, numel: int = 2**17) -> Callable[[], float]:
+    """Return a function that measures a squared norm and an AdamW update of ``numel`` float32 elements on one thread.
 
-    Before each of them, its tensors are removed from the caches, because a step usually reads tensors from main memory.
+    It returns seconds. Before the norm and before the update, it removes their tensors from the caches, because a step
+    usually reads tensors from main memory.
 
     Args:
-        native: The kernels, with the variant to measure selected.
+        native: The kernels. A call measures the variant that is selected then.
         numel: Number of elements. Default: the four tensors have 2 MiB.
-        repetitions: Number of runs. Default 4.
     """
     # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
     memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
@@ -199,20 +200,24 @@ def time_of_step(native: Native, numel: int = 2**17, repetitions: int = 4) -> fl
         array("q", [grad]),
         array("q", [numel]),
     )
+    alive = [memory, step, found_inf, power, options, fixed, grads, numels]
     columns, grad_at, numel_at = (column.buffer_info()[0] for column in (fixed, grads, numels))
-    options_at, inf_at, power_at = (memory.buffer_info()[0] for memory in (options, found_inf, power))
-    float32, least_of_norm, least_of_update = DTYPES[torch.float32], inf, inf
-    for _ in range(repetitions):
+    options_at, inf_at, power_at = (values.buffer_info()[0] for values in (options, found_inf, power))
+    float32 = DTYPES[torch.float32]
+
+    def timed() -> float:
+        assert alive  # the addresses below are of these tables
         native.evict(grad, 4 * numel)
         start = perf_counter()
         native.powers(1, grad_at, numel_at, float32, NORM_TYPES[2.0], power_at, 1)
-        least_of_norm = min(least_of_norm, perf_counter() - start)
+        seconds = perf_counter() - start
         for tensor in tensors:
             native.evict(tensor, 4 * numel)
         start = perf_counter()
         native.update(Kind.ADAM, 1, columns, grad_at, None, None, numel_at, float32, 0, options_at, 1.0, inf_at, 1)
-        least_of_update = min(least_of_update, perf_counter() - start)
-    return least_of_norm + least_of_update
+        return seconds + perf_counter() - start
+
+    return timed
 
 
 def torchs_threads() -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from loops import loops
 from meshstep.optim.kernels import choice
-from meshstep.optim.kernels.native import VARIANTS, time_of_step
+from meshstep.optim.kernels.native import VARIANTS, step_timer
 
 
 @pytest.fixture(autouse=True)
@@ -59,4 +59,19 @@ def test_kernel_choice_measures_and_logs_time_of_each_variant(
 
 
 def test_measured_kernel_time_grows_with_number_of_elements() -> None:
-    assert 0 < time_of_step(loops(), 2**10) < time_of_step(loops(), 2**20)
+    short, long = step_timer(loops(), 2**10), step_timer(loops(), 2**20)
+    assert 0 < min(short() for _ in range(3)) < min(long() for _ in range(3))
+
+
+def test_variants_are_measured_in_turn_and_least_time_counts() -> None:
+    measured = list[str]()
+
+    def timed() -> float:
+        measured.append(loops().variant)
+        return 3.0 - len(measured) / 100
+
+    names = loops().supported()
+    times = loops().take_fastest(timed, rounds=2)
+    assert measured == names * 2
+    assert list(times) == names
+    assert list(times.values()) == [3.0 - (len(names) + index + 1) / 100 for index in range(len(names))]

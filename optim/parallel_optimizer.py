@@ -393,6 +393,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._window.calls += 1
         if self.loss_scale is None:
             return self._window.mask_loss(loss)
+        self._window.scaled_losses += 1
         scaled = (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
         scaled = self._window.mask_loss(scaled)
         self._scaled_loss = weakref.ref(scaled)

@@ -140,7 +140,7 @@ class GradientCompletion:
         problem: Exception | None
         frozen, problem = self._frozen_since()
         without = self._without_gradient()
-        if window.scaled and not window.calls:
+        if window.scaled:
             window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:

@@ -53,7 +53,7 @@ class GradientReport(NamedTuple):
 
     calls: int  # number of micro-batches and `scale_loss` calls in the window
     some: bool  # the rank has a gradient, possibly of zeros
-    some_not_zero: bool  # the rank has a non-zero gradient from a backward that bypassed the optimizer
+    some_not_zero: bool  # the rank has a non-zero gradient, and `Window.has_bypassed_grads` is True
     elsewhere: bool  # a parameter has an attribute `main_grad`
     unknown: bool  # a backward of the window raised, so it is not known whether it left gradients
     divided_twice: bool  # a pipeline schedule divided gradients twice
@@ -64,6 +64,7 @@ class GradientReport(NamedTuple):
     written: tuple[int, int] = (0, 0)  # numbers of (gradients written to since the last backward, observed gradients)
     has_copies: bool = False  # the rank has master weights or other copies of weights
     missing: tuple[str, ...] = ()  # names of trainable parameters of the model that no optimizer has
+    scaled_losses: int = 0  # number of losses that were multiplied by the loss scale in the window
 
     @classmethod
     def of(
@@ -98,7 +99,8 @@ class GradientReport(NamedTuple):
             wrong = str(error)
         broken = window.phase == "broken"
         counts = window.grads_checked, window.count_written(params)
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts)
+        report = cls(window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts)
+        return report._replace(scaled_losses=window.scaled_losses)
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
@@ -124,7 +126,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
             "micro-batches in the schedule's loss function"
         )
     called = any(rank.calls for rank in seen)
-    if scaled and not called and any(rank.some_not_zero for rank in seen):
+    if scaled and not any(rank.scaled_losses for rank in seen) and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
             "there are gradients, but their loss was not multiplied by the loss scale, by which step() divides gradients: "
             + SAY_SO

@@ -246,6 +246,7 @@ class Window:
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
         calls: The number of micro-batches and `scale_loss` calls in this window; 0: all new gradients bypassed the
             optimizer.
+        scaled_losses: The number of losses that `scale_loss` or `backward` multiplied by the loss scale in this window.
         unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
         several: True if the current micro-batch may have several backward calls.
         entered: True while a micro-batch runs.
@@ -298,7 +299,8 @@ class Window:
             self._stepped_with = _Gradient.last_of(params)
         self.phase: Phase = "open"
         self.micro_batches = 0
-        self.calls = 0
+        self.calls = self.scaled_losses = 0
+        self._left_grads = False  # a micro-batch of this window has left a gradient on this rank
         self.unscaled_grads = False
         if self.has_weight or self._weight.sum is not None:
             self._weight.clear()
@@ -328,13 +330,16 @@ class Window:
     def has_bypassed_grads(self, params: Sequence[Tensor]) -> bool:
         """Return True if this rank has gradients from a backward that bypassed the optimizer's `backward` and `window`.
 
-        Gradients that the last step left do not count. After a micro-batch or a `scale_loss` call in this window, the
-        result is always False.
+        With a loss scale, also if no loss of this window was multiplied by it. Gradients that the last step left do not
+        count. After a micro-batch or a `scale_loss` call in this window, or with a loss scale only after a loss was
+        multiplied by it, the result is always False.
         """
-        if self.calls:
+        if self.scaled_losses if self.scaled else self.calls:
             return False
         found = _Gradient.last_of(params)
-        return found is not None and not found.is_still(self._stepped_with)
+        if found is None:
+            return self.reduced and self._left_grads  # a reduction in backward has moved the gradients
+        return not found.is_still(self._stepped_with)
 
     def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
         """Return the number of gradients written in place since the last micro-batch, and the number of observed gradients.
@@ -471,8 +476,8 @@ class Window:
                 nothing is added.
         """
         alone, vote = registry.topology.world_size == 1, None
-        if self.scaled and not (alone and self.calls):  # a single rank with a scaled loss needs no vote
-            vote = _SCALED if self.calls else -1.0 if self.unscaled_grads else 0.0
+        if self.scaled and not (alone and self.scaled_losses):  # a single rank with a scaled loss needs no vote
+            vote = _SCALED if self.scaled_losses else -1.0 if self.unscaled_grads else 0.0
         done = self.decision is not None  # an explicit clip has already divided the gradients
         pack, place = self._fields_of(self.weight, vote, registry, device, facts)
         if facts_of_tensors is not None:
@@ -574,7 +579,8 @@ class Window:
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield
-                self.saw_grads = self.saw_grads or any(param.grad is not None for param in params)
+                self._left_grads = self._left_grads or any(param.grad is not None for param in params)
+                self.saw_grads = self.saw_grads or self._left_grads
         except BaseException:
             self.phase = "broken"
             raise

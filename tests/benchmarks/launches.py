@@ -130,6 +130,7 @@ def count(case: Case, together: bool = True, width: int = 128, layers: int = 8, 
         )
         for _ in range(steps):
             with optimizer.window():
+                optimizer.scale_loss(torch.zeros((), device="cuda"))
                 for param in params.values():
                     param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
             rounded.clear()

@@ -175,6 +175,7 @@ def steps(
             with logging() as log, capturing() if index == number else nullcontext():
                 for _ in range(options.get("accumulation_steps", 1)):
                     with optimizer.window():
+                        optimizer.scale_loss(torch.zeros((), device="cuda"))
                         for param in model.values():
                             grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
                             local = param.to_local() if isinstance(param, DTensor) else param
@@ -412,6 +413,7 @@ def test_align_replicas_packs_all_parameters_into_one_collective(
             check_replicas=False,
         )
         with optimizer.window():
+            optimizer.scale_loss(torch.zeros((), device="cuda"))
             for param in params:
                 param.grad = torch.ones_like(param)
         optimizer.step()
@@ -431,6 +433,7 @@ def test_monitor_on_cuda_does_not_synchronize_between_reports() -> None:
         for _ in range(3):
             with logging() as log:
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device="cuda"))
                     for param in model.parameters():
                         param.grad = torch.ones_like(param)
                 monitor(optimizer.step(), torch.ones((), device="cuda"))
@@ -454,6 +457,7 @@ def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) 
         for captured in (False, True, True):
             with logging(), capturing() if captured else nullcontext():
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device="cuda"))
                     for param in model.parameters():
                         param.grad = torch.ones_like(param)
                 optimizer.step()
@@ -495,6 +499,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
         for index in range(5):
             with logging() as log:
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device="cuda"))
                     for name, param in model.items():
                         grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
                         has_tokens = name == "other" or index in (0, 2)
@@ -558,6 +563,7 @@ def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchroniza
         )
         for step in range(1, 70):
             with optimizer.window():
+                optimizer.scale_loss(torch.zeros((), device="cuda"))
                 for index, param in enumerate(params):
                     param.grad = torch.ones_like(param) if step & (1 << index) else None
             with logging() as log:

@@ -110,6 +110,7 @@ class Training:
         for step in range(self.steps):
             with self.stream(device):
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device=device))
                     for index, param in enumerate(params):
                         value = math.inf if step in SKIPPED else math.sin(step + index)
                         dtype = getattr(param, "grad_dtype", None) or param.dtype

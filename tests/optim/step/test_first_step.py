@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from world import World
 from zero_models import ZERO1, ZERO2
 
 
-def bypassed(mode: Mode, options: dict[str, Any], zeros: bool) -> str:
+def bypassed(mode: Mode, options: dict[str, Any], zeros: bool, in_window: bool = False) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)
         nn.init.constant_(model.weight, 0.5)
@@ -28,8 +29,9 @@ def bypassed(mode: Mode, options: dict[str, Any], zeros: bool) -> str:
         before = model.weight.detach().clone()
         factor = 0.0 if zeros else 1.0
         for _ in range(2):
-            if registry.rank("data") == 0 or not options:  # a rank may have no loss
-                (model(torch.ones(2, 4)).float().sum() * factor).backward()
+            if registry.rank("data") == 0 or not options or in_window:  # a rank may have no loss
+                with optimizer.window() if in_window else nullcontext():
+                    (model(torch.ones(2, 4)).float().sum() * factor).backward()
             try:
                 optimizer.step()
             except RuntimeError as error:
@@ -57,7 +59,17 @@ def test_bypassing_optimizer_backward_in_first_step_raises(world: World, mode: M
     assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
 
 
-def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> list[Any]:
+@pytest.mark.parametrize(("mode", "options"), [("fp16", {}), ("fp16_naive", ZERO1)])
+def test_unscaled_loss_within_window_context_in_first_step_raises(
+    world: World, mode: Mode, options: dict[str, Any]
+) -> None:
+    for text in world.run(2, bypassed, mode, options, False, True):
+        assert text.startswith("there are gradients, but their loss was not multiplied by the loss scale")
+        assert "with optimizer.scale_loss(loss) as the loss" in text
+    assert world.run(2, bypassed, mode, options, True, True) == ["no error"] * 2
+
+
+def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool, in_window: bool = False) -> list[Any]:
     """Return [error, steps after the first bypass] for bypasses on one rank after four correct windows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
@@ -73,6 +85,9 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
                 loss = model(torch.ones(2, 4)).float().square().mean()
                 if not bypass:
                     optimizer.backward(loss)
+                elif in_window:
+                    with optimizer.window():
+                        loss.backward()
                 elif registry.global_rank == 0:  # a rank may have no loss
                     loss.backward()
                 optimizer.step()
@@ -123,6 +138,17 @@ def test_bypassing_optimizer_backward_in_later_step_raises_on_every_rank_and_kee
         start = "gradients were found whose loss was not multiplied by the loss scale"
         assert text.startswith("there are gradients, but " if "accumulation_steps" in options else start)
         assert "write optimizer.backward(loss) instead of loss.backward()" in text
+        assert step == late
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "late"), [("fp16", {}, 16), ("fp16", {"on_nonfinite": "raise"}, 0), ("fp16_naive", ZERO2, 16)]
+)
+def test_unscaled_loss_within_window_context_in_later_step_raises_on_every_rank_and_keeps_weights(
+    world: World, mode: Mode, options: dict[str, Any], late: int
+) -> None:
+    for text, step in world.run(2, bypassed_later, mode, options, True, True):
+        assert text.startswith("gradients were found whose loss was not multiplied by the loss scale")
         assert step == late
 
 

@@ -31,11 +31,17 @@ def test_final_step_without_micro_batch_does_not_end_window() -> None:
     assert not window.ends(final=False)
 
 
-def test_window_detects_gradients_computed_outside_of_its_micro_batches() -> None:
-    window, param = Window(None, scaled=True), torch.ones(2, requires_grad=True)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_window_detects_gradients_computed_outside_of_its_micro_batches(scaled: bool) -> None:
+    """With a loss scale, also gradients within a micro-batch whose loss was not multiplied by it."""
+    window, param = Window(None, scaled=scaled), torch.ones(2, requires_grad=True)
     param.sum().backward()
     assert window.has_bypassed_grads([param])
     with window.micro_batch(None, [param], []):
+        param.sum().backward()
+    assert window.has_bypassed_grads([param]) == scaled
+    with window.micro_batch(None, [param], []):
+        window.scaled_losses += 1
         param.sum().backward()
     assert not window.has_bypassed_grads([param])
     window.close([param])

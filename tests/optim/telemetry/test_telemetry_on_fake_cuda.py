@@ -45,6 +45,7 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
         for step in range(6):
             with logging() as log:
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device="cuda"))
                     for name, param in model.items():
                         if WITHOUT_GRADIENT.get(step) != name:
                             param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)

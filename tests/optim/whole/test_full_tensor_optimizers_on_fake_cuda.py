@@ -82,6 +82,7 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
         for _ in range(3):
             with logging() as log:
                 with optimizer.window():
+                    optimizer.scale_loss(torch.zeros((), device="cuda"))
                     for param in model.values():
                         param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or dtype)
                 optimizer.step()

@@ -410,6 +410,12 @@ LISTED: list[Fault] = [
         "torch.where(finite, by_kind[:, :, 1], 0.0)",
         "torch.where(finite, by_kind[:, :, 1], -1.0)",
     ),
+    Fault("optim/step/first_window_checks.py", "if scaled and not called and any(", "if scaled and any("),
+    Fault(
+        "parallel/mesh/registry.py",
+        '(dist.get_backend_config(self._world) if self._world is not None else "")',
+        '(dist.get_backend_config(self._world) if False else "")',
+    ),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -455,6 +461,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "torch.empty_like(param, requires_grad=False, memory_format=order)",
         "torch.empty_like(param, memory_format=order)",
     ): "False is the default",
+    (
+        "optim/kernels/triton_rounding.py",
+        "targets[0].device",
+        "targets[(-1)].device",
+    ): "all targets are on one device",
+    (
+        "optim/states/gradient_completion.py",
+        "self._agreement is not None and without",
+        "(self._agreement is not None)",
+    ): "without such parameters, the new value equals the old one, which `_frozen_since` has reset",
 }
 
 

@@ -115,6 +115,21 @@ def test_registry_device_is_the_device_bound_to_the_default_group(world: World) 
     assert world.run(2, devices_of_groups) == [(chosen, chosen, torch.device("cpu"))] * 2
 
 
+def device_without_backend(config: str) -> torch.device:
+    """Return the device of a registry without ``backend``, if the default group has the backends ``config``."""
+    with (
+        ProcessGroupRegistry(Topology(data=2)) as registry,
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch.object(torch.cuda, "current_device", return_value=2),
+    ):
+        return registry.device
+
+
+def test_registry_without_backend_takes_device_from_default_group(world: World) -> None:
+    assert world.run(2, device_without_backend, "cpu:gloo,cuda:nccl") == [torch.device("cuda", 2)] * 2
+    assert world.run(2, device_without_backend, "gloo") == [torch.device("cpu")] * 2
+
+
 def test_cuda_device_is_the_current_device_if_no_group_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert cuda_device(None) == torch.device("cuda", 1)

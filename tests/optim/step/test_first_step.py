@@ -69,6 +69,28 @@ def test_unscaled_loss_within_window_context_in_first_step_raises(
     assert world.run(2, bypassed, mode, options, True, True) == ["no error"] * 2
 
 
+def bypassed_on_one_rank(mode: Mode) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry, precision=mode)
+        loss = model(torch.ones(2, 4)).float().sum()
+        if registry.rank("data") == 1:
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        with pytest.raises(RuntimeError, match="first step") as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_bypassing_optimizer_backward_on_one_rank_raises_with_micro_batches_per_rank(world: World) -> None:
+    """The other rank scaled its loss, so the error is not that of a loop without the loss scale."""
+    for text in world.run(2, bypassed_on_one_rank, "fp16"):
+        assert "the number of micro-batches is 0 on rank 0 and 1 on rank 1" in text
+
+
 def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool, in_window: bool = False) -> list[Any]:
     """Return [error, steps after the first bypass] for bypasses on one rank after four correct windows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:

@@ -416,6 +416,7 @@ LISTED: list[Fault] = [
         '(dist.get_backend_config(self._world) if self._world is not None else "")',
         '(dist.get_backend_config(self._world) if False else "")',
     ),
+    Fault("optim/kernels/memory.py", "key=tensor.stride, reverse=True", "key=tensor.stride, reverse=False"),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -471,6 +472,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._agreement is not None and without",
         "(self._agreement is not None)",
     ): "without such parameters, the new value equals the old one, which `_frozen_since` has reset",
+    (
+        "optim/gradients/buckets.py",
+        "gradient.dtype == self.dtype and self.scale != 1.0",
+        "gradient.dtype == self.dtype and self.scale != 2.0",
+    ): "the other branch also multiplies by the scale, with a second pass over memory",
 }
 
 

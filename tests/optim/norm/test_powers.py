@@ -10,7 +10,7 @@ import torch
 from fake_cuda import fake_cuda
 from meshstep.optim import global_norm
 from meshstep.optim.norm.measure import Reduction
-from meshstep.optim.norm.powers import _powers_at_once, local_powers, reference_powers
+from meshstep.optim.norm.powers import _powers_at_once, flattened, local_powers, reference_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,18 @@ def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], 
     grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
     rtol = 2e-7 if p == 2 and dtype == torch.float32 else 1e-12
     torch.testing.assert_close(local_powers(grads, p), reference_powers(grads, p), rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)])
+def test_dense_tensor_in_any_memory_order_is_flattened_without_copy(dims: tuple[int, ...]) -> None:
+    stored = torch.arange(24.0).view(2, 3, 4)
+    flat = flattened(stored.permute(dims))
+    assert flat.data_ptr() == stored.data_ptr()
+    assert torch.equal(flat, torch.arange(24.0))
+
+
+def test_strided_tensor_is_flattened_by_copy() -> None:
+    assert torch.equal(flattened(torch.arange(12.0).view(3, 4)[:, ::2]), torch.tensor([0.0, 2, 4, 6, 8, 10]))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])

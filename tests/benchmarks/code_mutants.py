@@ -358,7 +358,11 @@ LISTED: list[Fault] = [
         "if self._inner is not None:\n            self._inner.finish_(gradients_of)",
         "if False:\n            self._inner.finish_(gradients_of)",
     ),
-    Fault("optim/step/window.py", "if self.calls:\n            return False", "if self.calls:\n            pass"),
+    Fault(
+        "optim/step/window.py",
+        "if self.scaled_losses if self.scaled else self.calls:\n            return False",
+        "if self.scaled_losses if self.scaled else self.calls:\n            pass",
+    ),
     Fault(
         "optim/clip/clipper.py",
         "return answer.logical_not().to(self.device, torch.float64, non_blocking=True)",
@@ -410,13 +414,18 @@ LISTED: list[Fault] = [
         "torch.where(finite, by_kind[:, :, 1], 0.0)",
         "torch.where(finite, by_kind[:, :, 1], -1.0)",
     ),
-    Fault("optim/step/first_window_checks.py", "if scaled and not called and any(", "if scaled and any("),
+    Fault(
+        "optim/step/first_window_checks.py",
+        "if scaled and not any(rank.scaled_losses for rank in seen) and any(",
+        "if scaled and any(",
+    ),
     Fault(
         "parallel/mesh/registry.py",
         '(dist.get_backend_config(self._world) if self._world is not None else "")',
         '(dist.get_backend_config(self._world) if False else "")',
     ),
     Fault("optim/kernels/memory.py", "key=tensor.stride, reverse=True", "key=tensor.stride, reverse=False"),
+    Fault("amp/by_bucket.py", "        held += size\n", ""),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.
@@ -477,6 +486,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "gradient.dtype == self.dtype and self.scale != 1.0",
         "gradient.dtype == self.dtype and self.scale != 2.0",
     ): "the other branch also multiplies by the scale, with a second pass over memory",
+    (
+        "optim/step/step_agreement.py",
+        "self._values = [tensor.tolist() for tensor in self._on_cpu]",
+        "pass",
+    ): "the facts are computed again in each step, with equal results",
 }
 
 

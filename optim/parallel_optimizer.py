@@ -500,14 +500,21 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             RuntimeError: `fully_shard` has gradients that it has not reduced.
         """
         if self._window.may_clear():
-            if self._switch is not None:
-                self._switch.check_clearing(self._window.sync_skipped)
+            self.check_zero_grad()
             self._states.clear(set_to_none)
             self._completion.forget_arrived()
             self._window.clear()
             if self._switch is not None:
                 self._switch.clear()
                 self._switch.expect(self._window)
+
+    def check_zero_grad(self) -> None:
+        """Raise RuntimeError if `fully_shard` has gradients that it has not reduced, which `zero_grad` can't clear.
+
+        Collectives: none. Host synchronization: none.
+        """
+        if self._switch is not None:
+            self._switch.check_clearing(self._window.sync_skipped)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -1235,12 +1242,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises:
             ValueError: On every rank, if the state on any rank has another precision mode or does not fit the stepped
                 tensors. Nothing is changed.
-            RuntimeError: Gradients must be cleared, but `fully_shard` has not reduced them. The state is loaded.
+            RuntimeError: Gradients must be cleared, but `fully_shard` has not reduced them. Nothing is changed.
         Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: yes.
         """
+        is_counted = self._window.micro_batches and (self._window.steps is not None or self._window.is_weighted)
+        if is_counted:
+            self.check_zero_grad()
         self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
-        is_counted = self._window.micro_batches and (self._window.steps is not None or self._window.is_weighted)
         self._window.close()
         self._window.failed, self._window.last_failure = 0, ""
         if self._switch is not None:

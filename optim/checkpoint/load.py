@@ -474,6 +474,7 @@ class _Run(NamedTuple):
                 assert self.optimizer is not None, "own is not None"
                 self.optimizer.check_state_dict(state)
                 SkipMonitor.check_state(content["rest"])
+            self.optimizer.check_zero_grad()
             return restoration, state
 
         restoration, state = files_on_all_ranks(fit, registry)

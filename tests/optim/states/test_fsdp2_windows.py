@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from arguments import arguments
 from dtensors import local, registry_of
 from failing import fails_in_backward
 from fully_sharded import Full, Net, adamw, assert_equal, data, sharded_net, whole
-from meshstep.optim import GradStats, ParallelOptimizer
+from meshstep.optim import GradStats, ParallelOptimizer, load_checkpoint, save_checkpoint
 from probes import collectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_optimizers import same
 from world import World
 
 SIZES = ((2, 1, 3, 2, 2, 4, 1), (1, 1, 2, 5, 1, 1, 3))  # rows of each micro-batch, by data rank
@@ -149,6 +152,52 @@ def test_zero_grad_within_fsdp2_accumulation_window_raises(world: World) -> None
     for message, clean, regardless in world.run(2, abandoned):
         assert "fully_shard keeps the gradients of micro-batches" in message
         assert abs(regardless - clean) > 0.01
+
+
+def copied(*states: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return copies of state dicts. A deep copy also changes the class of some dicts, so compare copies with copies."""
+    return [deepcopy(state) for state in states]
+
+
+def loaded_in_unreduced_window(directory: str, weight: float | None, by_checkpoint: bool) -> tuple[str, bool]:
+    """Load a state while `fully_shard` has unreduced gradients, and return the error, and True if nothing changed."""
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        adamw = torch.optim.AdamW(net.parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(adamw, registry, data_parallel=net)
+        schedule = torch.optim.lr_scheduler.StepLR(adamw, 1)
+
+        def step(seed: int) -> None:
+            optimizer.backward(net(data(seed)).mean(), weight=weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+        step(0)
+        state = deepcopy(optimizer.state_dict())
+        save_checkpoint(directory, net, optimizer, lr_scheduler=schedule)
+        step(1)
+        before = copied(optimizer.state_dict(), schedule.state_dict(), net.state_dict())
+        with optimizer.no_sync():
+            optimizer.backward(net(data(2)).mean(), weight=weight)
+        try:
+            if by_checkpoint:
+                load_checkpoint(directory, net, optimizer, lr_scheduler=schedule)
+            else:
+                optimizer.load_state_dict(state)
+            message = "no error"
+        except RuntimeError as error:
+            message = str(error)
+        return message, same(before, copied(optimizer.state_dict(), schedule.state_dict(), net.state_dict()))
+
+
+@pytest.mark.parametrize(("weight", "by_checkpoint"), [(3.0, False), (3.0, True), (None, True)])
+def test_loading_while_fully_shard_has_unreduced_gradients_raises_and_changes_nothing(
+    world: World, tmp_path: Path, weight: float | None, by_checkpoint: bool
+) -> None:
+    for message, unchanged in world.run(2, loaded_in_unreduced_window, str(tmp_path / "run"), weight, by_checkpoint):
+        assert "fully_shard keeps the gradients of micro-batches" in message
+        assert unchanged
 
 
 def error_after_failed_backward() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gathered_objects import objects_gathered_by
-from meshstep.optim import Muon, ParallelOptimizer, PerParameter, Sharded, clip_grad_norm_
+from meshstep.optim import ClipState, Muon, ParallelOptimizer, PerParameter, Sharded, clip_grad_norm_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh import process_group_collectives as objects
 from torch import nn
@@ -61,11 +61,14 @@ def set_up(layers: int) -> Found:
             annotate(param, P("tensor"))
         with counted(found.setdefault("clip_grad_norm_", Counter())):
             clip_grad_norm_(params, 1.0, registry=registry)
+        with counted(found.setdefault("clip_grad_norm_ by parameter", Counter())):
+            clip_grad_norm_(params, ClipState(PerParameter(1.0)), registry=registry)
     return found
 
 
 def test_constructing_optimizer_needs_at_most_two_object_gathers(world: World) -> None:
-    expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2, "clip_grad_norm_": 1}
+    expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2}
+    expected |= {"clip_grad_norm_": 1, "clip_grad_norm_ by parameter": 1}
     for found in world.run(4, set_up, 3):
         assert {name: count["gathers"] for name, count in found.items()} == expected
         assert {name: count["rounds"] for name, count in found.items()} == expected, (

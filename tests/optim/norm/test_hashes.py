@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.optim.norm.replicas import CHUNK, SMALL, TensorHash, to_float_words
+from meshstep.optim.norm.replicas import CHUNK, SMALL, TensorHash, splitmix64_finalizer, to_float_words
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -71,6 +71,14 @@ def test_sign_of_zero_and_nan_payload_affect_exact_hash_only(exact: bool) -> Non
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     for one, other in ((torch.zeros(2), -torch.zeros(2)), (nans[:1], nans[1:])):
         assert torch.equal(words([one], exact), words([other], exact)) is not exact
+
+
+def test_splitmix64_finalizer_returns_published_outputs_of_splitmix64() -> None:
+    """The generator with seed 0 returns the finalizer of multiples of a constant."""
+    multiples = [number * 0x9E3779B97F4A7C15 % 2**64 for number in (1, 2, 3)]
+    wanted = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    signed = [number - 2**64 if number >= 2**63 else number for number in multiples]
+    assert [number % 2**64 for number in splitmix64_finalizer(torch.tensor(signed)).tolist()] == wanted
 
 
 def test_hash_words_are_integers_below_2_to_the_32() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import slice_of
 from dtensors import randn, registry_of
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, global_norm
 from meshstep.parallel import P, annotate, spec_of
 from torch import Tensor, nn
 from world import World
@@ -191,3 +191,16 @@ def stepped_with_pending(op: str) -> tuple[list[float], float]:
 @pytest.mark.parametrize(("op", "gradient"), [("sum", 5.0), ("avg", 2.5)])
 def test_partial_dtensor_gradient_is_reduced_with_its_own_operation(world: World, op: str, gradient: float) -> None:
     assert world.run(4, stepped_with_pending, op) == [([-gradient] * 4, gradient * 2)] * 4
+
+
+def norm_with_axis_of_size_one() -> float:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with registry_of((("tensor", 2), ("depth", 1))) as registry:
+        param = nn.Parameter(distribute_tensor(torch.zeros(4), registry.device_mesh("tensor"), [Shard(0)]))
+        param.grad = distribute_tensor(torch.full((4,), 0.5), registry.device_mesh("tensor"), [Shard(0)])
+        return float(global_norm([param], registry))
+
+
+def test_dtensor_needs_no_declaration_for_axis_of_size_one(world: World) -> None:
+    assert world.run(2, norm_with_axis_of_size_one) == [1.0, 1.0]

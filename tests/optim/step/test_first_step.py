@@ -174,6 +174,28 @@ def test_unscaled_loss_within_window_context_in_later_step_raises_on_every_rank_
         assert step == late
 
 
+def scaled_by_last_stage() -> tuple[int, float]:
+    """Return the number of skipped steps and the weight of a stage after three windows. Only one stage scales a loss."""
+    with ProcessGroupRegistry(Topology(pipe=4)) as registry:
+        param = parameter(f"stage {registry.global_rank}", value=0.5)
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=0.25), registry, precision="fp16")
+        for _ in range(3):
+            if registry.global_rank == 3:
+                optimizer.scale_loss(param.sum()).backward()
+            else:
+                assert optimizer.loss_scale is not None
+                scale = float(optimizer.loss_scale.scale)
+                param.grad = torch.full_like(param, scale)  # as from the scaled loss of the last stage
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.poll()
+        return optimizer.skipped_steps, float(param.detach()[0])
+
+
+def test_step_with_loss_scaled_by_one_stage_is_not_skipped(world: World) -> None:
+    assert world.run(4, scaled_by_last_stage) == [(0, -0.25)] * 4
+
+
 def stepped_twice(mode: Mode, options: dict[str, Any]) -> int:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)

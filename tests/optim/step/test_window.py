@@ -60,6 +60,14 @@ def test_window_with_failed_backward_raises_until_it_is_cleared(end: str) -> Non
     assert window.ends(final=False)
 
 
+def test_window_of_several_ranks_keeps_first_of_two_deferred_errors() -> None:
+    window, first = Window(None, alone=False), ValueError("the cause")
+    window.defer(first)
+    window.defer(ValueError("a consequence"))
+    assert window.take_error() is first
+    assert window.take_error() is None
+
+
 @pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0)], ids=["number", "tensor"])
 def test_micro_batch_weights_of_abandoned_window_do_not_count_in_next_window(weight: Any) -> None:
     window = Window(None)

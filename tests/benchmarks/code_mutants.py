@@ -426,6 +426,16 @@ LISTED: list[Fault] = [
     ),
     Fault("optim/kernels/memory.py", "key=tensor.stride, reverse=True", "key=tensor.stride, reverse=False"),
     Fault("amp/by_bucket.py", "        held += size\n", ""),
+    Fault(
+        "optim/checkpoint/torch_states.py",
+        "flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)",
+        "flat = torch.zeros(self.local.numel(), device=self.registry.device)",
+    ),
+    Fault(
+        "optim/states/chain.py",
+        "if not has_dtensors(tensors):\n            return {}\n        from",
+        "if not has_dtensors(tensors):\n            pass\n        from",
+    ),
     # Survivors of ``--fresh 2614 200``
     Fault("optim/step/window.py", "self.error = self.error or error", "self.error = error"),
     Fault(
@@ -509,6 +519,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._values = [tensor.tolist() for tensor in self._on_cpu]",
         "pass",
     ): "the facts are computed again in each step, with equal results",
+    (
+        "optim/checkpoint/save.py",
+        'ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")',
+        'ThreadPoolExecutor(2, thread_name_prefix="meshstep-checkpoint")',
+    ): "`AsyncSaver.save` waits for the previous checkpoint, so that one thread runs at a time",
     (
         "optim/step/step_agreement.py",
         "rank == ranks[0]",

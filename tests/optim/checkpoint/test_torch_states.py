@@ -139,15 +139,15 @@ def flat(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for name, of in optimizer_state["state"].items() for key, value in of.items()}
 
 
-def whole_states(axes: Axes, options: dict[str, Any]) -> dict[str, Tensor]:
+def whole_states(axes: Axes, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return the full optimizer state from torch's functions after three steps on the same data on every rank."""
     with registry_of(axes) as registry:
         torch.manual_seed(0)
-        model = Wide(registry)
+        model = Wide(registry).to(dtype)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **options)
         for step in range(3):
             optimizer.zero_grad()
-            optimizer.backward(model(rows(step).float()).mean())
+            optimizer.backward(model(rows(step).to(dtype)).mean())
             optimizer.step()
         full: dict[str, Any] = get_optimizer_state_dict(
             model, TorchStates(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=False)
@@ -163,6 +163,14 @@ def test_full_optimizer_state_equals_single_process_state(world: World, kind: st
         assert found.keys() == dense.keys()
         for name, value in dense.items():
             torch.testing.assert_close(found[name], value.to(found[name].dtype), rtol=1e-5, atol=1e-7)
+
+
+def test_full_optimizer_state_of_float64_parameters_stays_float64_with_zero1(world: World) -> None:
+    axes, options = KINDS["ZeRO-1"]
+    (dense,) = world.run(1, whole_states, (), {}, torch.float64)
+    for found in world.run(2, whole_states, axes, options, torch.float64):
+        for name, value in dense.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0.0)
 
 
 def onto_another(saved: str, loaded: str, path: str, load: bool) -> dict[str, Tensor]:

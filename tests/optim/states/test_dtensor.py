@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import inf
 from typing import Any
 
@@ -107,3 +108,16 @@ def stepped_by_a_trainer() -> float:
 
 def test_zero_gradient_set_by_other_code_on_stepped_tensor_is_stepped(world: World) -> None:
     assert world.run(2, stepped_by_a_trainer) == [1.0, 1.0]
+
+
+# Imports ----------------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_of_plain_parameters_does_not_import_dtensor_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module imports all of torch's DTensor, which takes seconds."""
+    monkeypatch.setitem(sys.modules, "meshstep.parallel.interop.dtensor", None)
+    with registry_of((("data", 1),)) as registry:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=0.1), registry, max_norm=1.0)
+        optimizer.backward(param.sum())
+        assert optimizer.step() is not None

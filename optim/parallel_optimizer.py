@@ -565,7 +565,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   a model axis has a gradient on only some of its ranks; a parameter was unfrozen on any rank without
                   `refresh`; any rank had an error for which all ranks skip the step; or an earlier step raised another
                   error on some ranks only, after which all steps are skipped. Such a step is skipped. The error comes
-                  16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
+                  16 steps late, but at once with ``on_nonfinite="raise"``, and in the first step unless only a
+                  gradient is missing. With ``check_replicas="first"`` a missing gradient is a `ReplicaMismatchError` in
+                  the first step.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:

@@ -436,7 +436,8 @@ class PieceStates:
             states, the states of these ranks are used.
 
     Attributes:
-        combined: Messages about parameters for which `of` combined different states, at least one of a stepped shard.
+        combined: One message per shard that `of` combined from saved shards with different states. Shards of which the
+            optimizer had stepped none are not reported.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:

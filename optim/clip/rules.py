@@ -533,7 +533,9 @@ class SkipSpikes(Clip):
     def check(self) -> None:
         check_positive(self.factor, "factor")
         if self.factor <= 1:
-            raise ValueError(f"factor={self.factor}: give a number > 1, or half of the steps would be skipped")
+            raise ValueError(
+                f"factor={self.factor}: give a number > 1; otherwise about half of the steps or more would be skipped"
+            )
         if self.statistic not in ("median", "mean"):
             raise ValueError(f"statistic={self.statistic!r}: give 'median' or 'mean'")
         check_whole_number(self.window, "window", 1)

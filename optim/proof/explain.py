@@ -129,10 +129,10 @@ class ForwardOrder:
         self._at = {known.label: self._position(known) for known in self._known}
 
     def _position(self, known: KnownParameter) -> int:
-        """Return the index in forward of the input of the parameter's module.
+        """Return the position of the parameter's module in forward: the index of its input among the hook points.
 
-        The order is that of the lowest rank that holds the parameter. If the module was not called, return the index of
-        the closest enclosing module that was called, or -1 if there is none.
+        The hook points are those of the lowest rank that holds the parameter, in the order of its forward. If the module
+        was not called, return the index of the closest enclosing module that was called, or -1 if there is none.
         """
         order = list(self._hashes[min(known.seen)])
         module = known.module

@@ -291,8 +291,8 @@ def _check_ddp(schedule: Any) -> None:
     if by_ddp and _computes_in_two(schedule):
         raise ValueError(
             f"{type(schedule).__name__} sets the gradients of weights after the backward that DistributedDataParallel "
-            "observes, so it would never average them; remove that wrapper, so that the optimizer averages them, or use "
-            "fully_shard"
+            "observes, so DistributedDataParallel would never average them; remove that wrapper, so that the optimizer "
+            "averages them, or use fully_shard"
         )
 
 

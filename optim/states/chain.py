@@ -657,7 +657,7 @@ class TransformChain:
         self.given: list[GivenParam] = []
         self.frozen: list[Tensor] = []
         self.left_out: list[tuple[str, Tensor]] = []
-        self._prepared: set[int] = set()  # ids of parameters over which the transforms were installed while trainable
+        self._prepared: set[int] = set()  # ids of parameters that required gradients when transforms were installed
         self._renew([named_params_of([group]) for group in optimizer.param_groups], plan)
 
     def add_param_group(

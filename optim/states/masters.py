@@ -61,8 +61,7 @@ def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Te
             )
     if context.data_parallel is not None and not context.main_grads:
         raise ValueError(
-            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, so "
-            "that the optimizer averages over the data axes itself, or leave split_masters out"
+            f"{name} needs float32 gradients, {context.data_parallel.float32_grads_advice}, or leave split_masters out"
         )
     check_in_buckets(context.optimizer, f"{name} steps bucket by bucket")
 

@@ -273,8 +273,7 @@ class Offloaded(StatePlacement):
         precision, switch = context.precision, context.data_parallel
         if switch is not None and not switch.float32_grads and precision.masters:
             raise ValueError(
-                f"Offloaded with precision={precision.name!r} needs float32 gradients, which DistributedDataParallel does "
-                "not make: leave data_parallel out, so that the optimizer averages over the data axes itself"
+                f"Offloaded with precision={precision.name!r} needs float32 gradients, {switch.float32_grads_advice}"
             )
 
     def transform(self, context: PlacementContext) -> ParamTransform:

@@ -6,7 +6,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -301,6 +301,11 @@ class TorchGradSync(GradSyncController):
     """
 
     in_backward = True
+    float32_grads_advice: ClassVar[str] = (
+        "which DistributedDataParallel does not make: leave data_parallel out, so that the optimizer averages over the "
+        "data axes itself"
+    )
+    """Second part of an error that is raised if float32 gradients are needed and `float32_grads` is False."""
     _is_broken = False
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -540,6 +545,10 @@ class MegatronGradSync(TorchGradSync):
     """
 
     is_ddp, in_backward = True, False  # without overlap the reduction runs in `hand_over`
+    float32_grads_advice = (
+        "which Megatron's DistributedDataParallel only makes with grad_reduce_in_fp32=True: set this option in its "
+        "DistributedDataParallelConfig"
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.modules = module, [module]

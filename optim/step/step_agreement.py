@@ -528,7 +528,7 @@ class StepAgreement:
         return self._errors_number(errors)
 
     def _errors_number(self, errors: ErrorFacts) -> int:
-        """Return the summand for ``errors``. A rank without errors adds 0 instead."""
+        """Return the summand of the result of `number` for ``errors``; 0 if there are no errors."""
         if errors != self._errors:
             self._errors = errors
             self._of_errors = self._world.term(FAILED_STEPS, errors.failed) if errors.failed else 0
@@ -547,7 +547,7 @@ class StepAgreement:
         return float(weight) if weight.is_cpu else f"a tensor on {weight.device.type}"
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
-        """Return the summand for the parameters in ``frozen``. A rank on which they are not frozen adds 0 instead."""
+        """Return the summand of the result of `number` for the parameters with indices ``frozen``; 0 if none."""
         names: dict[Holders, list[str | int]] = {}
         for index in frozen:
             holders, name = self._called.keys[index]
@@ -559,7 +559,7 @@ class StepAgreement:
         return number
 
     def _missing_number(self, without_gradient: Sequence[int]) -> int:
-        """Return the summand for replicated parameters without a gradient. A rank with all gradients adds 0 instead."""
+        """Return the summand of the result of `number` for replicated parameters without gradients; 0 if there are none."""
         names: dict[tuple[str, ...], list[str | int]] = {}
         for index in without_gradient:
             names.setdefault(self.replicated[index], []).append(self._called.keys[index][1])

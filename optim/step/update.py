@@ -345,8 +345,9 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# Param groups with the same options and dtypes are stepped together. The host does not read the factor, the skip flag,
-# the step counts, or learning rates that are tensors on the GPU.
+# Parameters with equal compile-time arguments (`triton.Variant`) share kernel launches, also from param groups with
+# different learning rates and other numbers. The host does not read the factor, the skip flag, the step counts, or
+# learning rates that are tensors on the GPU.
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:

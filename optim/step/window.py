@@ -293,7 +293,7 @@ class Window:
 
         Args:
             params: After a step, the parameters. The last gradient among them is recorded, so that
-                `has_bypassed_grads` recognizes a gradient that the step left. Default (): nothing is recorded.
+                `has_bypassed_grads` recognizes a gradient that the step did not clear. Default (): nothing is recorded.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)

@@ -587,8 +587,8 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        # number of data ranks over which the reduced gradient is averaged; without weights, its remaining divisor
-        self._averaged, self._count = 1, 1
+        self._averaged = 1  # number of data ranks over which reduced gradients are averaged
+        self._count = 1  # remaining divisor of reduced gradients if no micro-batch has a weight
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 

@@ -601,7 +601,7 @@ class HomeOptimizer(WholeOptimizer):
     _with_others = False
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        """Return the matrices of a tensor as a tuple of boxes; empty if it has fewer than two dims."""
+        """Return a tuple with the `Box` (rectangular region) of each matrix; () for a tensor with fewer than two dims."""
         return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:

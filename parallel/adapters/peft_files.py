@@ -312,8 +312,8 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
         for key in ("use_rslora", "use_dora"):
             if values[key] != first[key]:
                 raise ValueError(
-                    f"{key} is {first[key]} for {first_name} and {values[key]} for {name}, but a file of PEFT has one "
-                    "value; save the adapters of each kind from a model of their own"
+                    f"{key} is {first[key]} for {first_name} and {values[key]} for {name}, but PEFT's configuration file "
+                    f"stores one {key} for all layers; save adapters with different values from separate models"
                 )
     return {
         "peft_type": "LORA",

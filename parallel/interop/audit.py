@@ -219,9 +219,9 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
 def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> list[dict[str, str]]:
     """Return one dict per rank, from the name of a tied parameter on this rank to its name on the lowest holding rank.
 
-    A tied parameter may have different names on its stages. Among parameters that are tied over the same stages, a name
-    that exists on all of these ranks belongs to one parameter, and is not in the dicts. The n-th of the remaining names
-    belongs to the same parameter on each rank, as in `ParallelOptimizer`.
+    A tied parameter may have different names on its stages. Parameters that are tied over the same stages are matched
+    as in `ParallelOptimizer`. First, a name that all ranks of these stages have is one parameter; such names are not in
+    the dicts. Then the n-th remaining name of a rank is the same parameter as the n-th remaining name of every other rank.
 
     Args:
         specs: {name: spec in the axes of the topology} of the parameters on each rank. The spec of a parameter without

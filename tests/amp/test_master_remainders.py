@@ -166,7 +166,7 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, variant: str) -> None:
 
 @pytest.mark.usefixtures("_widest_variant")
 @pytest.mark.parametrize("variant", variants_here())
-def test_c_update_loops_split_masters_like_split_master(variant: str) -> None:
+def test_c_update_loops_restore_weight_and_remainder_of_any_master(variant: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))

@@ -1,5 +1,5 @@
-"""A small training run over groups with a short timeout. Afterwards each rank runs a step, stays busy or gets a signal,
-as its argument says.
+"""A small training run. Afterwards the data group gets a short timeout, and each rank runs a step, stays busy or gets a
+signal, as its argument says.
 
 RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=29500 python tests/harness/out_of_step.py step evaluate SIGKILL
 """
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 
 class Run:
-    """Two training steps on all ranks; afterwards the groups have a short timeout."""
+    """Two training steps on all ranks. Afterwards the timeout of the data group is ``seconds``."""
 
     def __init__(self, world_size: int, seconds: float) -> None:
         self.registry = ProcessGroupRegistry(Topology(data=world_size), exclusive_groups=True)

@@ -47,8 +47,8 @@ class Drawn:
     """The description of a model to build.
 
     Args:
-        trained: Whether norms and biases have random values, as after training, instead of their constant initial
-            values.
+        trained: Whether random numbers are added to the initial biases of linear layers and parameters of norm layers.
+            Initial norm parameters are constant.
     """
 
     family: str
@@ -127,7 +127,7 @@ def proved(number: int) -> Proof:
 
 
 def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Add random numbers, equal on replicas, to biases and norm weights, whose initial values are constant."""
+    """Add random numbers, equal on replicas, to parameters with fewer than two dims: biases and norm parameters."""
     from meshstep.parallel.interop.local_parameters import local_parameter
 
     with torch.no_grad():

@@ -126,7 +126,7 @@ def _param(rng: random.Random, meshes: tuple[Mesh, ...]) -> Param:
     on = (prod(sizes[dim] for dim in dims),) if flat else tuple(sizes[dim] for dim in dims)
     shards = tuple(rng.choice([None, *range(len(shape)), *range(len(shape))]) for _ in on)
     strided = len(set(shards) - {None}) < len([dim for dim in shards if dim is not None]) and rng.random() < 0.5
-    if strided:  # torch applies strided shards to even dims only
+    if strided:  # a multiple of the number of shards: every version of torch has `_StridedShard` for these lengths
         shape = tuple(size * prod(on) if dim in shards else size for dim, size in enumerate(shape))
     # A name that is in two meshes would not say which dim is declared.
     others = [name for index, (_, of) in enumerate(meshes) if index != number for name in of]

@@ -115,9 +115,9 @@ def world(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield a function that makes a DTensor sharded over data of this rank's shard, as `fully_shard` does.
+    """Yield a function from this rank's shard to a DTensor, sharded over the data axis along dim 0 as by `fully_shard`.
 
-    A mesh is a tensor that is read on the host, so it cannot be fake.
+    A `DeviceMesh` contains a tensor that is read on the host, so this tensor must not be fake.
     """
     with unset_fake_temporarily():
         mesh = registry.device_mesh("data")

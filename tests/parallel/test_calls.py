@@ -488,7 +488,7 @@ def with_an_own_step() -> str:
         declare(torch.nn.ParameterList([weight]), {"*": P()})
         optimizer = Own(torch.optim.SGD([weight], lr=0.1), registry)
         found = error_of(optimizer.step)[0]
-        gather_objects(None, registry)  # a rank without a group does not reply
+        gather_objects(None, registry)  # a rank that ends its process group before the other's request would not reply
         return found
 
 

@@ -144,7 +144,7 @@ def adjoints(differentiate_again: bool) -> None:
             if differentiate_again:
                 (again,) = torch.autograd.grad(grad, y, x.detach())
                 torch.testing.assert_close(again, output.detach(), rtol=1e-12, atol=1e-12)
-            elif name == "reduce_from":  # its result is one value that is replicated on all ranks, so y counts once
+            elif name == "reduce_from":  # f(x) is one value, equal on all ranks, so backward returns y without a sum
                 assert torch.equal(grad, y)
             else:
                 products = torch.stack([(output * y).sum(), (x * grad).sum()]).detach()

@@ -237,9 +237,9 @@ def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
 def test_zero_grad_of_optimizer_within_window_is_ignored_and_of_model_raises() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
-    optimizer.zero_grad()  # takes effect at the end of the window
+    optimizer.zero_grad()  # has no effect within a window
     assert model.weight.grad is not None
-    model.zero_grad()  # takes effect now, so the next micro-batch raises
+    model.zero_grad()  # clears the gradients, so the next micro-batch raises
     with pytest.raises(RuntimeError, match="gradients were cleared"):
         optimizer.backward(model(samples(1)).sum())
 

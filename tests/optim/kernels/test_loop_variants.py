@@ -40,7 +40,7 @@ def test_unknown_variant_raises_error_with_known_names() -> None:
     assert loops().variant == before
 
 
-def test_every_instruction_set_is_supported_with_both_ways_to_read() -> None:
+def test_each_supported_instruction_set_has_plain_and_in_turn_variant() -> None:
     found = loops().supported()
     assert found == [name for name in VARIANTS if name in found]
     assert found[-2:] == ["plain", "plain in turn"]

@@ -317,7 +317,7 @@ def refusals(case: str) -> str:
     [
         ("no loss", "has no loss_fn"),
         ("group", r"give PipelineStage(..., group=registry.group('pipe'))"),
-        ("ddp", "which would never average them"),
+        ("ddp", "so DistributedDataParallel would never average them"),
         ("by name", "give None, 'zero1', 'zero2' or 'fsdp'"),
         ("uneven", "can't be split into 4 equal micro-batches"),
         ("weight", "create the schedule with scale_grads=False"),

@@ -14,7 +14,7 @@ import torch
 from arguments import arguments, link_of
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.amp import precision_of
+from meshstep.amp import Bf16, Precision, precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, StatePlacement
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
@@ -302,10 +302,13 @@ class WithMainGrads(nn.Module):
             main_grad.zero_()
 
 
-def build_in_megatron_ddp(mode: str, float32: bool = True, **options: Any) -> tuple[nn.Module, ParallelOptimizer]:
-    model = WithMainGrads(MODES[mode].prepare(Small()), float32)
+def build_in_megatron_ddp(
+    mode: str | Precision, float32: bool = True, **options: Any
+) -> tuple[nn.Module, ParallelOptimizer]:
+    precision = MODES[mode] if isinstance(mode, str) else mode
+    model = WithMainGrads(precision.prepare(Small()), float32)
     optimizer, registry = make("adamw", model.parameters()), ProcessGroupRegistry(Topology())
-    return model, ParallelOptimizer(optimizer, registry, precision=MODES[mode], data_parallel=model, **options)
+    return model, ParallelOptimizer(optimizer, registry, precision=precision, data_parallel=model, **options)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
@@ -317,9 +320,20 @@ def test_offload_with_float32_gradients_of_megatron_matches_plain_steps(mode: st
     assert_same(weights(model), weights(plain))
 
 
-def test_offload_of_masters_rejects_half_precision_gradients_of_megatron_ddp() -> None:
-    with pytest.raises(ValueError, match="needs float32 gradients, which DistributedDataParallel does not make"):
-        build_in_megatron_ddp("bf16", float32=False, states=Offloaded())
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [(Bf16(), {"states": Offloaded()}), (Bf16(split_masters=True), {})],
+    ids=["offloaded masters", "split masters"],
+)
+def test_half_precision_gradients_of_megatron_ddp_raise_error_with_needed_option(
+    precision: Precision, options: dict[str, Any]
+) -> None:
+    build_in_megatron_ddp(precision, **options)
+    message = (
+        "needs float32 gradients, which Megatron's DistributedDataParallel only makes with grad_reduce_in_fp32=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        build_in_megatron_ddp(precision, float32=False, **options)
 
 
 def test_offload_rejects_fraction_outside_0_to_1() -> None:

@@ -74,7 +74,14 @@ def test_drawn_offload_cases_cover_owned_tied_zero_and_added_parameters() -> Non
 
 
 def names_offloaded(topology: Topology, sizes: list[dict[str, int]], specs: dict[str, P], *states: Any) -> list[str]:
-    """Return the names of this rank's offloaded tensors. ``sizes`` has this rank's parameters per global rank."""
+    """Return the names of this rank's offloaded tensors.
+
+    Args:
+        topology: The mesh.
+        sizes: ``sizes[rank]`` is {parameter name: number of elements} of global rank ``rank``.
+        specs: {parameter name: layout}. Parameters that this rank does not have are ignored.
+        states: The state placements.
+    """
     with ProcessGroupRegistry(topology) as registry:
         model = nn.ParameterDict({name: ones(size) for name, size in sizes[registry.global_rank].items()})
         declare(model, {name: spec for name, spec in specs.items() if name in model})

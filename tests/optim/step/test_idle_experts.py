@@ -13,7 +13,8 @@ from small_models import parameter
 from world import World
 
 ROLES: dict[str, Any] = {"expert": "data"}
-# Gradient factor of a rank's expert: nonzero only for the second expert on the first data coordinate.
+# {ranks whose expert has tokens in the second step: (factor of the expert's loss term on other ranks, factor on the rank
+# with the second expert at the first data coordinate)}
 SAID = {"one data coordinate": (0.0, 8.0), "no rank": (0.0, 0.0)}
 
 

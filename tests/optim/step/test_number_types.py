@@ -1,4 +1,4 @@
-"""Strings, bools and tensors with dims instead of numbers raise on every rank before anything changes."""
+"""Numeric arguments of a wrong type or out of range raise an error before anything changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def errors_of_options() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_optimizer_option_of_wrong_type_is_rejected_on_all_ranks(world: World) -> None:
+def test_optimizer_option_of_wrong_type_or_value_is_rejected_on_all_ranks(world: World) -> None:
     for rank, found in enumerate(world.run(2, errors_of_options)):
         for name, (_, kind, text) in OPTIONS.items():
             assert name in found, f"{name} was accepted on rank {rank}"

@@ -45,7 +45,7 @@ def test_window_detects_gradients_computed_outside_of_its_micro_batches(scaled: 
         param.sum().backward()
     assert not window.has_bypassed_grads([param])
     window.close([param])
-    assert not window.has_bypassed_grads([param])  # the step left the gradient
+    assert not window.has_bypassed_grads([param])  # the gradient of the last step is still in ``.grad``
     param.sum().backward()
     assert window.has_bypassed_grads([param])
 

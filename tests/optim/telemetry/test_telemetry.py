@@ -148,7 +148,7 @@ def test_telemetry_measures_gradients_before_explicit_clip() -> None:
     assert found["update_norm/total"] == pytest.approx(0.25, rel=1e-6)
 
 
-def test_telemetry_counts_missing_gradient_as_zeros_and_ignores_frozen_parameter() -> None:
+def test_grad_zeros_counts_missing_gradient_and_leaves_out_frozen_parameter() -> None:
     model = nn.ParameterList([torch.ones(2), torch.ones(6), torch.ones(8)])
     model[2].requires_grad_(False)
     optimizer = alone(model)
@@ -160,7 +160,7 @@ def test_telemetry_counts_missing_gradient_as_zeros_and_ignores_frozen_parameter
     assert found["grad_zeros/0"] == 1 / 2
     assert found["grad_zeros/1"] == 1
     assert math.isnan(found["grad_zeros/2"])
-    assert found["param_norm/total"] == pytest.approx(4)
+    assert found["param_norm/total"] == pytest.approx(4)  # includes the frozen parameter
 
 
 # DTensors -------------------------------------------------------------------------------------------------------------

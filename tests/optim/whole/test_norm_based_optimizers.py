@@ -238,9 +238,10 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
 
 
 def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: World) -> None:
-    """LAMB, LARS and StableAdamW need one all-reduce over the world. Adafactor and CAME need two per distinct set of ranks
-    that share a tensor. The counts are in addition to the collectives of AdamW or SGD."""
-    cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets that share its tensors
+    """LAMB, LARS and StableAdamW need one all-reduce over the world if any tensor is sharded. Adafactor and CAME need two
+    all-reduces per distinct set of ranks over which a tensor is sharded. The counts are in addition to the collectives of
+    AdamW or SGD."""
+    cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets over which its tensors are sharded
         ("one rank", "whole", [0]),
         ("data", "whole", [0, 0]),  # nothing is sharded
         ("tensor", "whole", [1, 1]),

@@ -534,6 +534,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._grad_dtype(params[0]), self.how.compression",
         "self._grad_dtype(params[(-1)]), self.how.compression",
     ): "all parameters of a bucket have one dtype",
+    (
+        "optim/states/gradient_completion.py",
+        "in_backward: bool = False",
+        "in_backward: bool = True",
+    ): "the only call passes the argument",
 }
 
 

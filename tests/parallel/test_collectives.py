@@ -132,6 +132,18 @@ def test_collectives_of_uneven_shards_return_hand_computed_values_and_gradients(
     }
 
 
+def scattered_and_gathered_rows() -> None:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        rows = torch.arange(6.0).view(3, 2)
+        shard = scatter_to(rows, registry, "tensor", dim=0, uneven=True)
+        assert torch.equal(shard, rows.chunk(2)[registry.rank("tensor")])
+        assert torch.equal(gather_from(shard, registry, "tensor", dim=0, length=3), rows)
+
+
+def test_uneven_shards_along_first_dim_keep_length_of_other_dims(world: World) -> None:
+    world.run(2, scattered_and_gathered_rows)
+
+
 def adjoints(differentiate_again: bool) -> None:
     """Check <f(x), y> = <x, f*(y)>, summed over all ranks, where backward computes f*; and f** = f."""
     with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:

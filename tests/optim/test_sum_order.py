@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from fractions import Fraction
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from dense import collectives
 from fixed_order_runs import CLIPS, FixedRun, resumed, trained
 from meshstep.optim import SOAP, Adaptive, Bf16Compression, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
-from meshstep.optim.gradients.fixed_order import Node, TreeSum, nodes_of, reference_tree_sum, root_of
+from meshstep.optim.gradients.fixed_order import (
+    Node,
+    TreeRanks,
+    TreeSum,
+    exchange,
+    nodes_of,
+    reference_tree_sum,
+    root_of,
+)
 from meshstep.optim.norm.exact_norm import CHUNK, chunk_powers, exact_summands
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -55,6 +66,23 @@ def test_tree_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
 def test_partial_sums_per_rank_grow_with_the_logarithm_of_micro_batches() -> None:
     assert max(len(nodes_of(range(8 * rank, 8 * rank + 8))) for rank in range(4)) == 1
     assert max(len(nodes_of(range(100 * rank, 100 * rank + 100))) for rank in range(8)) <= 9
+
+
+def test_exchange_frees_its_send_buffer_after_the_wait() -> None:
+    """The returned function lives until the sums are complete, so the buffer would add to the peak memory."""
+    buffers: list[weakref.ref[Tensor]] = []
+
+    def all_to_all_single(received: Tensor, sent: Tensor, *_: Any, **__: Any) -> Any:
+        received.copy_(sent)
+        buffers.append(weakref.ref(sent))
+        return mock.Mock()
+
+    nodes = [Node(0, 0), Node(0, 2)]
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        wait = exchange([torch.ones(4), torch.ones(4)], [nodes], TreeRanks(("data",), None, 0, 1, 4))
+    assert buffers[0]() is not None
+    assert [node for node, _ in wait()] == nodes
+    assert buffers[0]() is None
 
 
 # The exact norm -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from meshstep.amp import TorchFp16
 from meshstep.optim import ByName, ByNorm, ParallelOptimizer, Sharded, WarmUp
 from meshstep.optim.step.skips import LAG
-from meshstep.optim.step.step_agreement import _hashed
+from meshstep.optim.step.step_agreement import UsedClip, _hashed
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from probes import collectives, no_host_reads
 from small_models import parameter
@@ -947,6 +947,14 @@ def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World
     first, second = world.run(2, step_without_backward)
     assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
     assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")
+
+
+def test_explicit_clip_with_equal_threshold_is_not_hashed_again() -> None:
+    """`clip_grad_norm_(0.5)` makes a new rule in each step."""
+    used = UsedClip(None, all_groups=False)
+    assert used.read((ByNorm(float("0.5")),), [])
+    assert not used.read((ByNorm(float("0.5")),), [])
+    assert used.read((ByNorm(float("0.25")),), [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

@@ -160,7 +160,7 @@ class Rank:
         )
 
     def freeze(self, step: int) -> None:
-        """Freeze and unfreeze the parameters as of this step."""
+        """Freeze the parameters that are frozen in this step."""
         for name, param in self.model.items():
             if self.case.is_frozen(name, step):
                 param.requires_grad_(False)
@@ -173,7 +173,7 @@ class Rank:
 
     @torch.no_grad()
     def _write(self, optimizer: ParallelOptimizer[Any]) -> None:
-        """Write new weights into the model only."""
+        """Write new weights into the model. If they are copies of master weights, call `reload_from_model`."""
         case, setting = self.case, self.setting
         assert case.written is not None
         how, loaded = case.written[1], dict[str, Tensor]()

@@ -73,10 +73,10 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return for each parameter the mean gradient of the window, whether there is one, and a bound of its error.
+    """Return for each parameter the reduced gradient of the window, whether there is one, and a bound of its error.
 
-    The gradient is flat. The bound is the mean of the absolute values of the gradient's terms, for sums in low
-    precision.
+    The gradient is flat. It is the mean over data ranks. Over micro-batches it is a sum, or with accumulation_steps or
+    weights a mean. The bound is the same mean of the absolute values of the gradient's terms, for sums in low precision.
 
     Without weights, a micro-batch without a loss counts like one whose loss is 0.
     """

@@ -155,7 +155,7 @@ class _Stream:
 
 class _Event(_Stream):
     def record(self, stream: _Stream | None = None) -> None:
-        """Raise an error without a stream: the default stream belongs to the current device, not to the tensor."""
+        """Raise an error without a stream: torch would record on the current device, which may not be the tensor's."""
         if stream is None:
             raise AssertionError("Event.record() without a stream: give torch.cuda.current_stream(tensor.device)")
 

@@ -66,7 +66,7 @@ class FixedRun:
 
 
 class Net(nn.Module):
-    """A small model whose layers have mostly prime sizes (13, 37, 11 and 3), and a layer that forward can leave out."""
+    """A small model whose layers have prime sizes (13, 37, 11 and 3), and a layer that forward can leave out."""
 
     def __init__(self) -> None:
         super().__init__()

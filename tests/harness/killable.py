@@ -177,7 +177,7 @@ def arm(plan: Plan, rank: int) -> None:
 
 
 def stop(plan: Plan) -> None:
-    """Write a marker file for this rank and wait to be killed."""
+    """Create the marker file of this attempt, and wait to be killed."""
     plan.mark.touch()
     time.sleep(600)
 
@@ -191,7 +191,7 @@ def die_unless_restarted_often_enough(plan: Plan) -> None:
 
 
 def start_in_fork(plan: Plan, rank: int, size: int) -> None:
-    """Run `train` in a forked process without torchrun's environment variables."""
+    """Set RANK and WORLD_SIZE, and run `train`. Call it in a forked process, which torchrun did not start."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     train(plan)
 

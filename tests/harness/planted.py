@@ -1,7 +1,8 @@
 """Models with given gradients in every layout: the loss is the sum of <parameter, G>, so the gradient is G.
 
-Every rank, stage and micro-batch adds its own term to each logical gradient. `Dense` is one process that has all terms,
-in float64. All values are short binary fractions, which half precision and a loss scale represent exactly.
+Ranks along data, pipeline and partial axes add different terms to a logical gradient, and so do micro-batches; see
+`Layout.where`. `Dense` is one process that has all terms, in float64. All values are short binary fractions, which half
+precision and a loss scale represent exactly.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ DRAWN = st.integers(0, 2**32 - 1).map(lambda number: drawn_of(number, MOST_RANKS
 
 
 class Split1D(nn.Module):
-    """The sum of the outputs of a norm, a column-parallel and a row-parallel layer. With ``sequence``, gradients of the
-    norm are partial."""
+    """A norm, then a column-parallel and a row-parallel layer. Forward returns the sum of the output. With ``sequence``,
+    gradients of the norm are partial."""
 
     def __init__(self, registry: ProcessGroupRegistry, sequence: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Words1D(nn.Module):
 
 
 class Split2D(nn.Module):
-    """The sum of the outputs of a norm and two linear layers, all 2-D."""
+    """A norm, then two linear layers, all 2-D. Forward returns the sum of the output."""
 
     def __init__(self, registry: ProcessGroupRegistry, biases: list[Any]) -> None:
         super().__init__()

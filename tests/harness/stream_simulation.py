@@ -235,7 +235,7 @@ class Simulation:
         devices: Number of devices.
 
     Attributes:
-        findings: A line per pair of unordered accesses.
+        findings: One line per finding: unordered accesses, changed pinned memory, and memory that is freed too early.
         host: The operations that the host has seen finish.
         transfers: The number of asynchronous copies to pinned memory, and from it.
     """

@@ -32,8 +32,8 @@ def rows(number: int) -> list[dict[str, Tensor]]:
 def run(
     path: str, folder: Path, ours: bool, mesh: tuple[int, int] | None = None, resume: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the norms that the Trainer logs and the weights after four steps; with ``resume``, an earlier run made the
-    first two steps.
+    """Return the norms that the Trainer logs and the weights after four steps. With ``resume``, continue from an
+    earlier run's checkpoint of two steps.
 
     Args:
         mesh: The sizes fsdp x tp. None: the model is replicated, and the Trainer wraps it in DistributedDataParallel.

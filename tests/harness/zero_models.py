@@ -73,7 +73,7 @@ def inputs(step: int, rank: int) -> Tensor:
 def odd_steps(
     model: Odd, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry, steps: range, first_rank_uses: bool = True
 ) -> None:
-    """Run some steps. ``sometimes`` is used on data rank 0 only, or on all ranks unless ``first_rank_uses``."""
+    """Run some steps. ``sometimes`` is used on data rank 0 only; with ``first_rank_uses=False`` on all ranks."""
     dtype = model.gain.dtype
     for step in steps:
         optimizer.zero_grad()

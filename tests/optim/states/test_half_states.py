@@ -51,7 +51,7 @@ def make(
 
 
 def state_of(optimizer: ParallelOptimizer) -> list[tuple[str, Tensor]]:
-    """Return the state tensors with more than one element, by key."""
+    """Return (key, tensor) pairs of all state tensors, except scalar states such as step counts."""
     found = [pair for state in optimizer.state.values() for pair in state.items()]
     return [(key, value) for key, value in found if key not in SCALAR_STATE and isinstance(value, Tensor)]
 
@@ -108,8 +108,8 @@ def test_half_states_are_close_to_float32_states_at_half_the_size(world: World, 
                     assert torch.equal(value, one.state[key])
                     continue
                 assert (value.dtype, one.state[key].dtype) == (torch.bfloat16, torch.float32)
-                # Each rounding error is at most one unit, 2^-7 of the value, and at least half of it decays until the
-                # next step.
+                # Each rounding error is at most one unit, 2^-7 of the value, and at least a quarter of it (1 - beta2)
+                # decays until the next step.
                 error = (value.double() - one.state[key].double()).abs().max() / one.state[key].abs().max()
                 assert error < 4 * 2**-7, (other.key, key)
             assert float((one.value - other.value).abs().max()) < 4 * 1e-2 * 0.1, (

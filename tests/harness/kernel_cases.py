@@ -54,7 +54,7 @@ class Case:
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
     def columns(self) -> PointerColumns:
-        """Return the tensors that the kernel updates."""
+        """Return the addresses of the tensors that the kernel reads and writes."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]

@@ -58,8 +58,8 @@ def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor
 
 
 def differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """Return names of the entries that differ in any bit (NaN equals nothing) or dtype; missing or added entries
-    differ."""
+    """Return names of the entries that differ in a value (NaN equals nothing, -0 equals 0) or in the dtype; missing or
+    added entries differ."""
     names = sorted(first.keys() | second.keys())
     both = first.keys() & second.keys()
     return [n for n in names if n not in both or first[n].dtype != second[n].dtype or not first[n].equal(second[n])]

@@ -188,7 +188,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A training run on one rank, like a user's script, in which a subclass can plant a mistake in every part.
+    """A training run on one rank, like a user's script. A `Script` plants a mistake by changing its attributes.
 
     Args:
         layout: The layout.

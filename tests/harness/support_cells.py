@@ -73,7 +73,7 @@ TOLERANCE = {
 
 
 def topology_of(layout: str) -> Topology:
-    """Return the topology of a row of the table."""
+    """Return the topology of a column of the table."""
     return Topology() if layout == "one process" else Topology.parse(layout)
 
 

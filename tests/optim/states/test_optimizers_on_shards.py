@@ -32,7 +32,7 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "8-bit, paged": under_the_name("bitsandbytes", "PagedAdamW8bit"),
     "8-bit, by an option": lambda params: under_the_name("bitsandbytes", "AdamW")(params, optim_bits=8),
     "8-bit, a subclass": type("MyAdamW", (under_the_name("torchao", "AdamW8bit"),), {}),
-    # Elementwise optimizers, which are correct on shards, follow.
+    # Optimizers that are accepted on shards follow: elementwise ones, and others that the user declares elementwise.
     "AdamW": torch.optim.AdamW,
     "a subclass of AdamW": type("MyAdamW", (torch.optim.AdamW,), {}),
     "Lion": under_the_name("lion_pytorch", "Lion"),

@@ -432,6 +432,11 @@ LISTED: list[Fault] = [
         "flat = torch.zeros(self.local.numel(), device=self.registry.device)",
     ),
     Fault(
+        "optim/step/update_request.py",
+        "replace(self, skip_of={copies.get(tensor, tensor): skip for tensor, skip in self.skip_of.items()})",
+        "replace(self)",
+    ),
+    Fault(
         "optim/states/chain.py",
         "if not has_dtensors(tensors):\n            return {}\n        from",
         "if not has_dtensors(tensors):\n            pass\n        from",

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from arguments import arguments
+from meshstep.amp import Bf16
 from meshstep.optim import ByGroup, ByNorm, Muon, ParallelOptimizer, PerParameter
 from meshstep.optim.step.missing_shards import MissingShards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
@@ -124,6 +125,17 @@ def test_state_placements_and_options_with_missing_shard_gradients_match_dense_m
     world: World, mesh: str, options: dict[str, Any]
 ) -> None:
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)
+
+
+def test_stochastic_rounding_keeps_parameter_without_gradient_on_any_rank(world: World) -> None:
+    options, mesh = {"precision": Bf16(stochastic_rounding=True)}, MESHES["expert=2"]
+    one, two = (
+        world.run(2, steps, mesh, "fused AdamW", options, [0.7], torch.bfloat16, tokens)
+        for tokens in (TOKENS[:1], (TOKENS[0], ()))
+    )
+    for (before, _), (after, _) in zip(one, two, strict=True):
+        assert torch.equal(before["experts"], after["experts"])
+        assert not torch.equal(before["bias"], after["bias"])
 
 
 @pytest.mark.parametrize("rule", [PerParameter(0.5), ByGroup((0.5,)), {"experts": 0.3, "*": ByNorm(0.6)}], ids=str)

@@ -437,6 +437,16 @@ LISTED: list[Fault] = [
         "replace(self)",
     ),
     Fault(
+        "parallel/layout/annotation.py",
+        "existing.full_shape if existing is not None and existing.spec == spec else None",
+        "existing.full_shape if False else None",
+    ),
+    Fault(
+        "optim/states/state_hash.py",
+        "row.region.start == 0 and not any(row.region.offsets)",
+        "row.region.start == 0 and any(row.region.offsets)",
+    ),
+    Fault(
         "optim/states/chain.py",
         "if not has_dtensors(tensors):\n            return {}\n        from",
         "if not has_dtensors(tensors):\n            pass\n        from",
@@ -532,6 +542,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._values = [tensor.tolist() for tensor in self._on_cpu]",
         "pass",
     ): "the facts are computed again in each step, with equal results",
+    (
+        "parallel/layout/spec.py",
+        "blocks_repr(axes[0], sizes[axes[0]]) if axes[0] in sizes else repr(axes[0])",
+        "blocks_repr(axes[0], sizes[axes[0]]) if axes[0] in sizes else repr(axes[(-1)])",
+    ): "here the tuple has one axis",
     (
         "optim/checkpoint/save.py",
         'ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")',

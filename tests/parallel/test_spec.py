@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.parallel import P, Topology, annotate, blocks, declare, spec_of
+from meshstep.parallel.layout.annotation import annotation_of
 from meshstep.testing.strategies import specs, topologies
 from torch import nn
 
@@ -138,6 +139,18 @@ def test_declare_overrides_annotation_of_a_layer_only_by_full_name() -> None:
     declare(net, {"*": P(), "0.bias": P("mine")})
     assert spec_of(net[0].weight) == P("own")
     assert spec_of(net[0].bias) == P("mine")
+
+
+def test_declare_keeps_full_shape_only_if_spec_is_unchanged() -> None:
+    net = model()
+    annotate(net[0].weight, P("a"), full_shape=(11, 4))
+    found = []
+    for rules in ({"*": P()}, {"0.weight": P("a")}, {"0.weight": P("b")}):
+        declare(net, rules)
+        annotation = annotation_of(net[0].weight)
+        assert annotation is not None
+        found.append(annotation.full_shape)
+    assert found == [(11, 4), (11, 4), None]
 
 
 def test_second_declare_overrides_only_default_specs_unless_by_full_name() -> None:

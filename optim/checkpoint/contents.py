@@ -41,6 +41,7 @@ from ...parallel.mesh.value_checks import (
     fields,
     items,
     list_of,
+    python_numbers,
     wrong,
 )
 from ..norm.plan import ParameterEntry, ReductionPlan, entries_of, logical_shape
@@ -631,7 +632,8 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
         name, region = parameters.of(row.param)
         run = region.run(row.offset, row.tensor.numel())
         stepped[position] = Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor)))
-    return OptimizerState(stepped, state["state"], find_master_weights(rest["weights"]), state["param_groups"], rest)
+    tensors, groups = python_numbers((state["state"], state["param_groups"]))
+    return OptimizerState(stepped, tensors, find_master_weights(rest["weights"]), groups, rest)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:

@@ -22,6 +22,7 @@ tensors, an index of these files, files with other data, and a manifest with che
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,17 +31,19 @@ from copy import deepcopy
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call, public_call
 from ...parallel.mesh.random_state import random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.value_checks import python_numbers
 from ..build import check_is_parallel
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.wrapped_optimizer import kind_of
@@ -114,11 +117,11 @@ def save_checkpoint(
     Raises:
         ValueError: On every rank: ``keep`` is out of range, or micro-batches were accumulated since the last `step`. Or
             a module has non-empty extra state, a parameter needs a declaration, or the optimizer steps a
-            tensor that is not in ``model``. Or the schedule's state or ``extra`` contains an object that could not be
-            read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters
-            or don't share ``path``, or shards have unequal sizes and no declared full shape (`annotate`). Or the newest
-            checkpoint under ``path`` is not the last one that ``optimizer`` saved or loaded there. The previous
-            checkpoint is kept.
+            tensor that is not in ``model``. Or ``extra``, or the state of the schedule or the optimizer, contains an
+            object that could not be read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks
+            disagree on the parameters or don't share ``path``, or shards have unequal sizes and no declared full shape
+            (`annotate`). Or the newest checkpoint under ``path`` is not the last one that ``optimizer`` saved or loaded
+            there. The previous checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: On every rank: ``path`` is not a path. On this rank: the optimizer is not a `ParallelOptimizer`, so its
             process groups are unknown; other ranks wait until the timeout.
@@ -183,10 +186,11 @@ def make_snapshot(
         common = {
             "rest": {**state.rest, "weights": portable_entries(state.rest["weights"])},
             "optimizer": kind_of(optimizer.optimizer),
-            "schedule": _check_readable(schedule, "the schedule's state"),
+            "schedule": _check_readable(python_numbers(schedule), "the schedule's state"),
             "schedule_kind": type(lr_scheduler).__name__,
-            "extra": _check_readable(extra, "extra="),
+            "extra": _check_readable(python_numbers(extra), "extra="),
         }
+        _check_state(state)
         return state, *collect(parameters, state), common
 
     state, tensors, record, common = on_all_ranks(collect_on_rank, registry)
@@ -239,6 +243,23 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
         )
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _check_state(state: OptimizerState) -> None:
+    """Raise ValueError if `load_checkpoint` could not read back a part of the optimizer's state that is not a tensor."""
+    for index, group in enumerate(state.groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names") and type(value) not in _PLAIN:
+                _check_readable(value, f"{key!r} of param group {index}")
+    for position, stepped in state.stepped.items():
+        for key, value in state.tensors.get(position, {}).items():
+            if not isinstance(value, Tensor) and type(value) not in _PLAIN:
+                _check_readable(value, f"the optimizer's {key!r} of {stepped.name}")
+    rest = {key: value for key, value in state.rest.items() if key != "weights"}
+    _check_readable(rest, "the state of the precision mode or of the clipping rule")
+
+
 def _check_readable(value: Any, what: str) -> Any:
     """Return ``value`` if ``torch.load(weights_only=True)`` can read it back after `torch.save`, else raise ValueError.
 
@@ -252,7 +273,9 @@ def _check_readable(value: Any, what: str) -> Any:
         stream.seek(0)
         torch.load(stream, weights_only=True)
     except Exception as problem:
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+        rejected = re.search(r"GLOBAL (\S+)", str(problem)) if isinstance(problem, UnpicklingError) else None
+        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        reason = first_line if rejected is None else f"torch.load(weights_only=True) rejects its {rejected[1]}"
         raise ValueError(
             f"{what} can't be stored ({reason}); give numbers, strings and tensors, in lists, tuples and dicts"
         ) from problem

@@ -157,7 +157,8 @@ def check_like(value: object, like: object, field: str) -> None:
         list or tuple                         a list or tuple of the same length; item i is checked against item i
         any other type                        an object of the same type
 
-    A number is valid if `is_number` is True: it is not NaN, and an int is in the range of float64.
+    A number of NumPy in ``like`` counts as a Python number. A number is valid if `is_number` is True: it is not NaN, and
+    an int is in the range of float64.
 
     Args:
         value: The new value.
@@ -165,6 +166,7 @@ def check_like(value: object, like: object, field: str) -> None:
         field: Name of the field in the error.
     Host synchronization: yes, if ``value`` or ``like`` has a tensor of one element on a device.
     """
+    like = _python_number(like)
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):
             raise wrong(field, value, "True, False or None")
@@ -194,13 +196,31 @@ def check_like(value: object, like: object, field: str) -> None:
                 _check_plain(item, f"{field}[{_shown(name)}]")
         if all(isinstance(key, str) for key in like) and (missing := sorted(like.keys() - value.keys())):
             raise ValueError(f"{field} has no {', '.join(missing)}; give a dict with these keys")
-    elif isinstance(like, Sequence):
+    elif isinstance(like, Sequence) and not isinstance(like, bytes):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise wrong(field, value, f"a list of {len(like)} items")
         for index, (item, other) in enumerate(zip(value, like, strict=True)):
             check_like(item, other, f"{field}[{index}]")
     elif type(value) is not type(like):
         raise wrong(field, value, f"a {type(like).__name__}")
+
+
+def python_numbers(value: Any) -> Any:
+    """Return ``value`` with Python numbers in place of NumPy's numbers, also in its lists, tuples and dicts.
+
+    A schedule that computes with NumPy may write such numbers into param groups. ``torch.load(weights_only=True)``
+    rejects them.
+    """
+    if type(value) is dict:
+        return {key: python_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(python_numbers, value))
+    return _python_number(value)
+
+
+def _python_number(value: Any) -> Any:
+    is_number_of_numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if is_number_of_numpy else value
 
 
 def _check_plain(value: object, field: str) -> None:

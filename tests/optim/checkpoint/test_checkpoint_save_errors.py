@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from copy import deepcopy
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import content, model_of, optimizer_of
 from layouts import Axes, Run
-from meshstep.optim import load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim import ZClip, load_checkpoint, newest_checkpoint, save_checkpoint
 from meshstep.optim.checkpoint import save, tensors
 from meshstep.parallel import P, annotate
 from torch import nn
@@ -37,6 +40,58 @@ def test_save_rejects_extra_argument_with_unsupported_type(tmp_path: Path) -> No
     extra = {"tensors": [torch.ones(2, dtype=torch.int8)], "pair": (1, None), "text": "x"}
     save_checkpoint(tmp_path, model, optimizer, extra=extra)
     assert content(load_checkpoint(tmp_path, model, optimizer)) == content(extra)
+
+
+def test_save_rejects_param_group_option_that_could_not_be_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model)
+    for value in (Path("x"), range(3), [{"nested": Decimal("1.5")}]):
+        optimizer.param_groups[0]["mine"] = value
+        with pytest.raises(ValueError, match=r"'mine' of param group 0 can't be stored \(torch\.load.* rejects its \w"):
+            save_checkpoint(tmp_path, model, optimizer)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_save_rejects_optimizer_state_that_could_not_be_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.state[model.weight]["mine"] = Path("x")
+    with pytest.raises(ValueError, match=r"the optimizer's 'mine' of weight can't be stored"):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_save_rejects_state_of_clip_rule_that_could_not_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model, max_norm=ZClip())
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["meshstep"]["mine"] = Path("x")
+    monkeypatch.setattr(optimizer, "state_dict", lambda: state)
+    with pytest.raises(ValueError, match=r"the state of the precision mode or of the clipping rule can't be stored"):
+        save_checkpoint(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.25), np.float32(0.25), np.int64(3), np.bool_(True), np.array(0.25)])
+def test_numbers_of_numpy_in_checkpoint_are_loaded_as_python_numbers(tmp_path: Path, value: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model)
+    adamw = optimizer.optimizer
+    options = {"mine": value, "nested": (value, [value, {"x": value}]), "bytes": b"x"}
+    adamw.param_groups[0].update(deepcopy(options))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda _: value)
+    save_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule, extra={"best": value})
+    adamw.param_groups[0].update(deepcopy(options))
+    assert load_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule) == {"best": value}
+    number = value.item()
+    group = adamw.param_groups[0]
+    assert (group["mine"], group["nested"], group["bytes"]) == (number, (number, [number, {"x": number}]), b"x")
+    assert type(group["mine"]) is type(number)
 
 
 class Unreadable:

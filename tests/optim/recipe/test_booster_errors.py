@@ -232,7 +232,7 @@ def first_words(
 WRONG: list[tuple[dict[str, int], str, Any, str]] = [
     ({"tensor": 2}, "", "ddp", "data_parallel='ddp' needs a data axis.*name an axis 'data'"),
     ({"tensor": 2}, "", None, "no spec for 0.weight, 0.bias.*say how each parameter is laid out"),
-    ({"data": 2}, "split", "ddp", r"0.weight is declared P\('data'\), which names 'data'; give data_parallel=None"),
+    ({"data": 2}, "split", "ddp", r"0.weight, P\('data'\), contains the data axis 'data' .*; give data_parallel=None"),
     ({"data": 2}, "split", "fsdp", "treats all parameters equally over the data axes"),
     ({"data": 2}, "stepped", "fsdp", "has states of the old ones; call boost before its first step"),
     (

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from html import unescape
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
@@ -148,6 +150,13 @@ class Sources:
                 return sorted(ast.literal_eval(node.value))
         raise ValueError(f"{package} has no __all__ that is a list of strings; write one")
 
+    def definitions(self) -> Counter[str]:
+        """Return for each public name the number of modules that define a function or class of this name."""
+        paths = [path for package in ("parallel", "amp", "optim") for path in sorted((ROOT / package).rglob("*.py"))]
+        paths += sorted((ROOT / "src" / "meshstep" / "testing").rglob("*.py"))
+        nodes = (node for path in paths for node in self.tree(path).body)
+        return Counter(n.name for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name[0] != "_")
+
     def summary(self, module: str, name: str) -> str:
         """Return the first line of a name's docstring, without a period; "" if it has none."""
         path = self.file(module)
@@ -188,6 +197,18 @@ def api_pages() -> tuple[dict[str, str], list[Any]]:
         entries.append({package: [f"{API}/{package}/index.md", *({n: f"{API}/{package}/{n}.md"} for n in names)]})
     pages[f"{API}/index.md"] = "\n\n".join(overview) + "\n"
     return pages, [f"{API}/index.md", *entries]
+
+
+@cache
+def linked_names() -> set[str]:
+    """Return the exported names that a page means whenever it has them in code marks.
+
+    torch does not have these names, and no two modules of meshstep define them.
+    """
+    sources = Sources()
+    definitions = sources.definitions()
+    names = {name for package in PACKAGES for name in sources.exports(package)}
+    return {name for name in names - ALSO_IN_TORCH if definitions[name] <= 1}
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
@@ -254,11 +275,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         html = _FORMULA.sub(
             lambda match: convert(unescape(match[2]), display="block" if match[1] == "div" else "inline"), html
         )
+    names = linked_names()
     targets = {Path(file.src_uri).stem: file for file in files if file.src_uri.startswith(f"{API}/")}
 
     def linked(match: re.Match[str]) -> str:
-        file = targets.get(match[2]) if match[2] else None
-        if file is None or file is page.file or match[2] in ALSO_IN_TORCH:
+        file = targets.get(match[2]) if match[2] in names else None
+        if file is None or file is page.file:
             return match[0]
         return f'<a href="{file.url_relative_to(page.file)}">{match[0]}</a>'
 

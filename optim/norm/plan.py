@@ -439,12 +439,18 @@ class ReductionPlan:
     def counted_numels(self) -> tuple[int, ...]:
         """Return for each entry the number of elements of the parameter, with replicas counted once.
 
-        It is the number of local elements, times the number of ranks that hold the parameter, divided by the number of
-        ranks that hold the same shard. It is exact if all shards have equal sizes.
+        It is the number of elements of ``full_shape``. If this shape is unknown, or optimizer-state sharding splits the
+        parameters, it is the number of local elements, times the number of ranks that hold the parameter, divided by the
+        number of ranks that hold the same shard. That number is exact if all shards have equal sizes.
         """
         ranks = self.by_spec(self._ranks_that_add)
         replicas = self.by_spec(lambda spec: spec.num_replicas(self.topology))
-        return tuple(entry.numel * ranks[entry.spec] // replicas[entry.spec] for entry in self.entries)
+        return tuple(
+            prod(entry.full_shape)
+            if entry.full_shape is not None and self.sharded_over is None
+            else entry.numel * ranks[entry.spec] // replicas[entry.spec]
+            for entry in self.entries
+        )
 
     def _ranks_that_add(self, spec: P) -> int:
         ranks, topology = 1, self.topology
@@ -504,8 +510,11 @@ class ReductionPlan:
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         if self.sharded_over is None:
             counted = sum(self.counted_numels)
+            # `agree` drops the full shapes that it finds to differ between ranks
+            uneven = self.counted is not None and any(e.full_shape is None and e.spec.entries for e in self.entries)
+            basis = "as if all shards had this rank's size" if uneven else "as declared"
             lines.append(
-                f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
+                f"counts {counted:,} elements{stage}, {basis}; plan.check_numel(n) compares with a dense model of n"
             )
         else:
             over = " x ".join(map(repr, self.sharded_over))

@@ -76,6 +76,14 @@ def test_list_of_exported_names_that_torch_also_has_is_complete() -> None:
     assert {n for n in names if any(hasattr(import_module(f"torch.{m}"), n) for m in modules)} == HOOKS["ALSO_IN_TORCH"]
 
 
+def test_names_that_two_modules_define_are_not_linked() -> None:
+    """For example, `registry_of` is for Transformers models, and another one is for Megatron-core."""
+    names = HOOKS["linked_names"]()
+    assert {"ParallelOptimizer", "Sharded", "audit"} <= names
+    assert "registry_of" not in names
+    assert names & HOOKS["ALSO_IN_TORCH"] == set()
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [

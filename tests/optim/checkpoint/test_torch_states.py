@@ -4,11 +4,13 @@ layouts."""
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dtensors import registry_of
 from fully_sharded import adamw, sharded_net
 from fully_sharded import data as rows
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import Shard, distribute_tensor
 from world import World
@@ -107,7 +110,7 @@ def saved_of(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, TorchStates(optimizer))}
 
 
-def continued(kind: str, path: str) -> None:
+def continued(kind: str, path: str, in_background: bool) -> None:
     """Save and load through DCP into a fresh model; training must continue bitwise identically."""
     with registry_of(KINDS[kind][0]) as registry:
         model, optimizer = built(registry, kind)
@@ -115,8 +118,15 @@ def continued(kind: str, path: str) -> None:
         optimizer.zero_grad()
         # DCP cannot reshard plain sharded parameters, so each rank keeps its own copy.
         weights = copy.deepcopy(model.state_dict())
-        dcp_save({"optim": saved_of(model, optimizer)["optim"]}, checkpoint_id=path)
+        saved = {"optim": saved_of(model, optimizer)["optim"]}
+        if in_background:  # in a group of its own, because its collectives run beside those of the steps
+            group: Any = dist.new_group(backend="gloo")
+            writing = dcp_async_save(saved, checkpoint_id=path, process_group=group)
+        else:
+            writing = dcp_save(saved, checkpoint_id=path)
         expected = train(model, optimizer, 3, 6)
+        if isinstance(writing, Future):
+            writing.result()
 
         other, resumed = built(registry, kind)
         found = {"optim": saved_of(other, resumed)["optim"]}
@@ -132,7 +142,12 @@ def continued(kind: str, path: str) -> None:
 def test_dcp_resumes_bitwise_identically_with_torch_state_dict_functions(
     world: World, tmp_path: Path, kind: str
 ) -> None:
-    world.run(ranks(kind), continued, kind, str(tmp_path))
+    world.run(ranks(kind), continued, kind, str(tmp_path), False)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard, bf16", "ZeRO-1"])
+def test_dcp_async_save_stores_the_state_before_later_steps(world: World, tmp_path: Path, kind: str) -> None:
+    world.run(ranks(kind), continued, kind, str(tmp_path), True)
 
 
 def flat(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:

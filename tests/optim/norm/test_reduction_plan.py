@@ -16,6 +16,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_o
 from properties import number_of_cases
 from scenarios import SCENARIOS, build
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from world import World
 
 GRID = Topology(data=2, row=2, col=2)
@@ -121,6 +122,32 @@ def test_plans_of_all_ranks_have_equal_counts_and_parameter_names(
     assert len(set(reports[0][1])) == names
     if "tied" in name:
         assert set(reports[0][1]) == {"layer@pipe=0", "layer@pipe=1", "tied"}
+
+
+def plan_of_uneven_shards(dtensors: bool) -> list[str]:
+    with ProcessGroupRegistry(Topology(data=4) if dtensors else Topology(tensor=2)) as registry:
+        if dtensors:
+            model: nn.Module = nn.Sequential(
+                nn.Linear(8, 3), nn.Linear(3, 5)
+            )  # rank 3 has no element of these parameters
+            fully_shard(model, mesh=registry.device_mesh("data"))
+        else:
+            model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3 - registry.global_rank))})
+            declare(model, {"a": P("tensor")})
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters()), registry)
+        return str(optimizer.plan).splitlines()[-2:]
+
+
+def test_printed_plan_counts_uneven_dtensors_by_their_full_shapes(world: World) -> None:
+    for counted, agreed in world.run(4, plan_of_uneven_shards, True):
+        assert counted.startswith("counts 47 elements, as declared; ")
+        assert agreed == "agreed by all 4 ranks, which count 47 elements together"
+
+
+def test_printed_plan_of_uneven_shards_says_that_its_count_assumes_even_ones(world: World) -> None:
+    for rank, (counted, agreed) in enumerate(world.run(2, plan_of_uneven_shards, False)):
+        assert counted.startswith(f"counts {(6, 4)[rank]} elements, as if all shards had this rank's size; ")
+        assert agreed == "agreed by all 2 ranks, which count 5 elements together"
 
 
 def regrouped(swap: bool) -> str:

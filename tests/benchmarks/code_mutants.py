@@ -442,6 +442,11 @@ LISTED: list[Fault] = [
         "existing.full_shape if False else None",
     ),
     Fault(
+        "optim/norm/exact_norm.py",
+        "device = present[0][1].device if present else self._wire",
+        "device = present[0][1].device if not present else self._wire",
+    ),
+    Fault(
         "optim/states/state_hash.py",
         "row.region.start == 0 and not any(row.region.offsets)",
         "row.region.start == 0 and any(row.region.offsets)",

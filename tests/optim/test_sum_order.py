@@ -26,7 +26,7 @@ from meshstep.optim.gradients.fixed_order import (
     reference_tree_sum,
     root_of,
 )
-from meshstep.optim.norm.exact_norm import CHUNK, chunk_powers, exact_summands
+from meshstep.optim.norm.exact_norm import CHUNK, ExactNorm, chunk_powers, exact_summands
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -213,6 +213,15 @@ def on_two_data_axes(per_rank: int) -> list[int]:
                 )
     registry.close()
     return found
+
+
+def test_exact_norm_without_any_gradient_is_zero() -> None:
+    with ProcessGroupRegistry(Topology(data=1)) as registry:
+        model = nn.Linear(4, 3)
+        declare(model, {"*": P()})
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(sgd, registry)
+        assert float(ExactNorm(optimizer.plan, registry)([None, None]).total) == 0
 
 
 @pytest.mark.parametrize(

@@ -441,6 +441,7 @@ LISTED: list[Fault] = [
         "existing.full_shape if existing is not None and existing.spec == spec else None",
         "existing.full_shape if False else None",
     ),
+    Fault(_NORM, "device, kinds = gradients[0].device", "device, kinds = gradients[-1].device"),
     Fault(
         "optim/norm/exact_norm.py",
         "device = present[0][1].device if present else self._wire",

@@ -78,6 +78,18 @@ def test_gpu_power_sums_are_accumulated_in_float64(p: float, dtype: torch.dtype)
     assert set(sums) == {torch.float64}
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU")
+def test_norm_of_gradients_on_two_devices_is_on_device_of_first() -> None:
+    with fake_cuda(), ProcessGroupRegistry(Topology(data=1)) as registry:
+        for first, second in (("cuda", "cpu"), ("cpu", "cuda")):
+            params = [nn.Parameter(torch.zeros(4, device=device)) for device in (first, second)]
+            for param in params:
+                param.grad = torch.ones_like(param)
+                annotate(param, P())
+            assert global_norm(params, registry).total_norm.device.type == first
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("numel", [3, 2000])

@@ -441,6 +441,11 @@ LISTED: list[Fault] = [
         "existing.full_shape if existing is not None and existing.spec == spec else None",
         "existing.full_shape if False else None",
     ),
+    Fault(
+        "optim/states/chain.py",
+        '"params": [given] if isinstance(given, Tensor) else list(given)}',
+        '"params": [given] if False else list(given)}',
+    ),
     Fault(_NORM, "device, kinds = gradients[0].device", "device, kinds = gradients[-1].device"),
     Fault(
         "optim/norm/exact_norm.py",

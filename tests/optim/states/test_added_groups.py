@@ -101,3 +101,13 @@ def test_param_group_can_be_added_on_a_single_pipeline_stage(
         has_a, has_c = stage == 0 or not starts_empty, stage == 1
         torch.testing.assert_close(found["a"], start * 0.75 if has_a else start)
         torch.testing.assert_close(found["c"], start * 0.5 if has_c else start)
+
+
+def test_added_param_group_may_be_a_single_tensor() -> None:
+    with ProcessGroupRegistry(Topology(data=1)) as registry:
+        first, added = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+        optimizer = ParallelOptimizer(torch.optim.SGD([first], lr=1.0), registry)
+        optimizer.add_param_group({"params": added})
+        optimizer.backward(first.sum() + added.sum())
+        optimizer.step()
+    assert torch.equal(added, torch.zeros(2, 3))

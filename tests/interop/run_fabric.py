@@ -8,8 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
 
+import pytest
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
 from lightning_fabric.strategies import DDPStrategy
 from recipes import in_turn, recipe
 from torch import Tensor, nn
@@ -54,6 +56,15 @@ def main(how: str, folder: Path, first: int, last: int) -> None:
     torch.save([param.detach() for param in model.parameters()], folder / f"{first} {last} {fabric.global_rank}.pt")
 
 
+def check_scaled() -> None:
+    """Assert that the recipe raises if Fabric has a scaler of its own, as with `precision="16-mixed"` on a GPU."""
+    names = recipe("LIGHTNING_FABRIC.md")
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    names["Fabric"] = partial(Fabric, plugins=scaled)
+    with pytest.raises(ValueError, match='use "bf16-mixed"'):
+        names["set_up"](build_model, sgd, MAX_NORM)
+
+
 if __name__ == "__main__":
     runs = [("stock", 0, 6), ("ours", 0, 6), ("ours", 0, 3), ("ours", 3, 6)]
-    in_turn(*(partial(main, how, Path(sys.argv[1]), first, last) for how, first, last in runs))
+    in_turn(*(partial(main, how, Path(sys.argv[1]), first, last) for how, first, last in runs), check_scaled)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("lightning_fabric", reason="needs lightning-fabric, of the extra `interop`")
 
-from recipes import torchrun
+from recipes import recipe, torchrun
 
 SCRIPT = Path(__file__).parent / "run_fabric.py"
 
@@ -28,3 +30,25 @@ def test_fabric_recipe_equals_stock_run_and_resumes(tmp_path: Path) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     for found in weights(tmp_path / "ours", 3, 6):
         assert all(torch.equal(one, other) for one, other in zip(found, ours[0], strict=True))
+
+
+@pytest.mark.parametrize(("scaled", "fused"), [(False, False), (False, True), (True, False), (True, True)])
+def test_trainer_recipe_clips_unscaled_gradients_only(scaled: bool, fused: bool) -> None:
+    """Of a fused optimizer, Lightning's scaler unscales the gradients after clipping. It skips steps after an overflow."""
+    clipping = recipe("LIGHTNING_FABRIC.md", "Inside the Trainer")["ExactClipping"]
+
+    class Module(clipping, torch.nn.Linear):  # type: ignore[misc, valid-type]
+        trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object() if scaled else None))
+
+    module = Module(2, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    if scaled and fused:
+        with pytest.raises(ValueError, match="leave fused=True out"):
+            module.configure_gradient_clipping(optimizer, 1.0)
+        return
+    module.configure_gradient_clipping(optimizer, 1.0)
+    torch.testing.assert_close(module.weight.grad, torch.tensor([[0.6, 0.8]]))
+    module.weight.grad = torch.tensor([[torch.inf, 4.0]])
+    with nullcontext() if scaled else pytest.raises(RuntimeError, match="norm of order 2.0 is inf"):
+        module.configure_gradient_clipping(optimizer, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_trainer_recipe_clips_unscaled_gradients_only(scaled: bool, fused: bool)
     class Module(clipping, torch.nn.Linear):  # type: ignore[misc, valid-type]
         trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object() if scaled else None))
 
-    module = Module(2, 1, bias=False)
+    module: Any = Module(2, 1, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
     module.weight.grad = torch.tensor([[3.0, 4.0]])
     if scaled and fused:
@@ -50,5 +51,5 @@ def test_trainer_recipe_clips_unscaled_gradients_only(scaled: bool, fused: bool)
     module.configure_gradient_clipping(optimizer, 1.0)
     torch.testing.assert_close(module.weight.grad, torch.tensor([[0.6, 0.8]]))
     module.weight.grad = torch.tensor([[torch.inf, 4.0]])
-    with nullcontext() if scaled else pytest.raises(RuntimeError, match="norm of order 2.0 is inf"):
+    with nullcontext() if scaled else pytest.raises(RuntimeError, match="the gradients' norm of order"):
         module.configure_gradient_clipping(optimizer, 1.0)

@@ -367,7 +367,7 @@ def step_and_zero_grad_for_every_micro_batch(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "gradients were cleared ... clear them with this optimizer's zero_grad()"),
+    Error(RuntimeError, "gradients were cleared ... clear gradients only with zero_grad() of this optimizer"),
     write="call `optimizer.zero_grad()`",
 )
 def model_zero_grad_within_a_window(run: Run) -> None:

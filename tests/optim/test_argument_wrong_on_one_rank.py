@@ -336,7 +336,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "save model": (save(model=None), "NoneType"),
     "save keep": (save(keep="all"), "keep='all': give the number of checkpoints to keep"),
     "save extra": (save(extra=Refuses()), "extra= can't be stored (no copies of this object)"),
-    "save state": (save_state, "pickle fails (LookupError: no copies of this object)"),
+    "save state": (save_state, "'note' of param group 0 can't be stored (no copies of this object)"),
     "load path": (load(path=None), "path is None; give the directory of the checkpoints"),
     "load model": (load(model=None), "NoneType"),
     "load optimizer": (load(optimizer=None), "optimizer= of load_checkpoint is 'given' on rank 0 and 'None' on rank 1"),

@@ -259,7 +259,7 @@ def test_error_names_missing_torchrun_variable(missing: str) -> None:
         # A batch script, or a shell of salloc, that starts Python without srun
         (
             without(slurm(0, 8), "SLURM_STEP_ID"),
-            r"SLURM_NTASKS=8\), but srun did not start .*Write 'srun python \.\.\.'",
+            r"SLURM_NTASKS=8, SLURM_LOCALID=0\), but srun did not start .*Write 'srun python \.\.\.'",
         ),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "srun did not start this process"),
         ({"SLURM_NTASKS": "8"}, "srun did not start this process"),

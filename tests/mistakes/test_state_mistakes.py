@@ -70,6 +70,7 @@ def parameter_replaced(run: Run) -> None:
 )
 def parameter_replaced_after_boost(run: Run) -> None:
     """A parameter replaced after `booster.boost`: the new parameter would not be stepped."""
+    run.model = run.make_model()  # `boost` prepares the model, which `run` has done already
     _, optimizer, *_ = Booster(registry=run.registry).boost(run.model, run.sgd())
     run.model.down.bias = nn.Parameter(run.model.down.bias.detach().clone())
     run.train(optimizer)
@@ -324,13 +325,17 @@ def gradient_missing_on_one_tensor_rank(run: Run) -> None:
     """A replicated parameter that one tensor rank no longer uses, after the first step."""
     optimizer = run.optimizer()
     bias = run.model.down.bias
-    for step in range(20):
-        optimizer.zero_grad()
-        if step == 1 and run.registry.rank("tensor"):
-            del run.model.down.bias
-            run.model.down.register_buffer("bias", bias.detach().clone())
-        optimizer.backward(run.loss(step))
-        optimizer.step()
+    try:
+        for step in range(20):
+            optimizer.zero_grad()
+            if step == 1 and run.registry.rank("tensor"):
+                del run.model.down.bias
+                run.model.down.register_buffer("bias", bias.detach().clone())
+            optimizer.backward(run.loss(step))
+            optimizer.step()
+    finally:
+        del run.model.down.bias
+        run.model.down.bias = bias  # the weights are compared afterwards
 
 
 @mistake("data=2", Right(), write="both share their parameters")

@@ -166,6 +166,8 @@ class ReplicaCheck:
     def count_zero(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the number of replicated entries with a gradient of zeros, [1] float64 on the device of the slots.
 
+        Empty gradients, as of a DTensor whose shard on this rank is empty, do not count.
+
         Args:
             gradients: One gradient, or None, per entry of the plan.
         Host synchronization: none if all tensors are on the device of the slots.
@@ -173,7 +175,10 @@ class ReplicaCheck:
         flags = [
             (gradient == 0).all().to(self.device, torch.float64)
             for index, gradient in enumerate(gradients)
-            if gradient is not None and gradient.layout == torch.strided and self.copied_over(index)
+            if gradient is not None
+            and gradient.layout == torch.strided
+            and gradient.numel()
+            and self.copied_over(index)
         ]
         return torch.stack(flags).sum().view(1) if flags else torch.zeros(1, dtype=torch.float64, device=self.device)
 

@@ -155,11 +155,11 @@ class Native:
         the least time is selected, because smaller differences are random.
 
         Args:
-            timed: Returns the time of the selected variant. None (default): that of `step_timer`.
+            timed: Returns the time of the selected variant. None (default): a `StepTimer`.
             rounds: How often each variant is measured, in turn with the others. The least time counts. Default 5, which
                 takes some milliseconds.
         """
-        timed = step_timer(self) if timed is None else timed
+        timed = StepTimer(self) if timed is None else timed
         times = dict.fromkeys(self.supported(), inf)
         for name in [*times] * rounds:
             self.take(name)
@@ -178,46 +178,42 @@ class Native:
         self._borrow(parallel)
 
 
-def step_timer(native: Native, numel: int = 2**17) -> Callable[[], float]:
-    """Return a function that measures a squared norm and an AdamW update of ``numel`` float32 elements on one thread.
+class StepTimer:
+    """A squared norm and an AdamW update of float32 elements on one thread. A call measures both, and returns seconds.
 
-    It returns seconds. Before the norm and before the update, it removes their tensors from the caches, because a step
-    usually reads tensors from main memory.
+    Before each of the two, a call removes its tensors from the caches, because a step usually reads tensors from main
+    memory.
 
     Args:
         native: The kernels. A call measures the variant that is selected then.
         numel: Number of elements. Default: the four tensors have 2 MiB.
     """
-    # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
-    memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
-    # Aligned like torch's tensors: vectors of unaligned tensors lie in two cache lines.
-    tensors = [-(-block.buffer_info()[0] // LINE) * LINE for block in memory]
-    param, first, second, grad = tensors
-    step, found_inf, power = array("f", [1.0]), array("f", [0.0]), array("d", [0.0])
-    options = array("d", [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.0])
-    fixed, grads, numels = (
-        array("q", [param, first, second, 0, step.buffer_info()[0]]),
-        array("q", [grad]),
-        array("q", [numel]),
-    )
-    alive = [memory, step, found_inf, power, options, fixed, grads, numels]
-    columns, grad_at, numel_at = (column.buffer_info()[0] for column in (fixed, grads, numels))
-    options_at, inf_at, power_at = (values.buffer_info()[0] for values in (options, found_inf, power))
-    float32 = DTYPES[torch.float32]
 
-    def timed() -> float:
-        assert alive  # the addresses below are of these tables
-        native.evict(grad, 4 * numel)
+    def __init__(self, native: Native, numel: int = 2**17) -> None:
+        self._native, self._bytes = native, 4 * numel
+        # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
+        self._memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
+        # Aligned like torch's tensors: vectors of unaligned tensors lie in two cache lines.
+        self._tensors = [-(-address // LINE) * LINE for address, _ in map(array.buffer_info, self._memory)]
+        self._step, self._found_inf, self._power = array("f", [1.0]), array("f", [0.0]), array("d", [0.0])
+        self._options = array("d", [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.0])
+        param, first, second, grad = self._tensors
+        self._fixed = array("q", [param, first, second, 0, self._step.buffer_info()[0]])
+        self._grads, self._numels = array("q", [grad]), array("q", [numel])
+
+    def __call__(self) -> float:
+        native, float32 = self._native, DTYPES[torch.float32]
+        tables = self._fixed, self._grads, self._numels, self._options, self._found_inf, self._power
+        fixed, grads, numels, options, found_inf, power = (table.buffer_info()[0] for table in tables)
+        native.evict(self._grads[0], self._bytes)
         start = perf_counter()
-        native.powers(1, grad_at, numel_at, float32, NORM_TYPES[2.0], power_at, 1)
+        native.powers(1, grads, numels, float32, NORM_TYPES[2.0], power, 1)
         seconds = perf_counter() - start
-        for tensor in tensors:
-            native.evict(tensor, 4 * numel)
+        for tensor in self._tensors:
+            native.evict(tensor, self._bytes)
         start = perf_counter()
-        native.update(Kind.ADAM, 1, columns, grad_at, None, None, numel_at, float32, 0, options_at, 1.0, inf_at, 1)
+        native.update(Kind.ADAM, 1, fixed, grads, None, None, numels, float32, 0, options, 1.0, found_inf, 1)
         return seconds + perf_counter() - start
-
-    return timed
 
 
 def torchs_threads() -> int | None:

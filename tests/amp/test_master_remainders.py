@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -146,12 +145,6 @@ def test_split_and_join_master_accept_any_memory_format_and_shape() -> None:
         assert torch.equal(bits_of(join_master(weight, remainder)), bits_of(given))
 
 
-@pytest.fixture
-def _widest_variant() -> Iterator[None]:
-    yield
-    loops().take(None)
-
-
 def stepped_by_loops(weight: Tensor, remainder: Tensor, variant: str) -> None:
     """Apply AdamW with a learning rate of 0, in place."""
     size = weight.numel()
@@ -164,7 +157,6 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, variant: str) -> None:
         update_by_loops(loops(), Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)
 
 
-@pytest.mark.usefixtures("_widest_variant")
 @pytest.mark.parametrize("variant", variants_here())
 def test_c_update_loops_restore_weight_and_remainder_of_any_master(variant: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
@@ -176,7 +168,6 @@ def test_c_update_loops_restore_weight_and_remainder_of_any_master(variant: str)
     assert torch.equal(remainder, wanted[1])
 
 
-@pytest.mark.usefixtures("_widest_variant")
 @pytest.mark.parametrize("variant", variants_here())
 def test_c_update_loops_join_overwritten_weights_like_join_master(variant: str) -> None:
     weight, remainder = written()

@@ -174,7 +174,7 @@ INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int 
     const int size = dtype == FLOAT32 ? 4 : 2;
     const int64_t part = n / LANES * EACH;
     doublesN sums[STREAMS * VECTORS] = {{0}};
-    if (reads_in_turn) {
+    if (loops->in_turn) {
         for (int stream = 0; stream < STREAMS; stream++) {
             const char *at = (const char *)base + stream * part * size;
             doublesN own[VECTORS] = {{0}};
@@ -399,7 +399,7 @@ INLINE void NAME(adam_strips)(float *restrict p, const char *restrict grad, floa
                               float *restrict most, uint16_t *restrict copy, int64_t n, const struct adam set, float step_size,
                               float root, const int grad_dtype, const int copy_dtype, const int decoupled, const int amsgrad) {
     const int size = grad_dtype == FLOAT32 ? 4 : 2;
-    const int64_t ahead = reads_in_turn ? NEAR : FAR;
+    const int64_t ahead = loops->in_turn ? NEAR : FAR;
     float wide[STRIP];
     int64_t i = 0;
     for (; i + STRIP <= n; i += STRIP) {

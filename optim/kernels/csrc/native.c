@@ -101,10 +101,20 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
     return (floats4){float_of_float16(x[0]), float_of_float16(x[1]), float_of_float16(x[2]), float_of_float16(x[3])};
 }
 
-/* Two ways to read memory, with the same results. Which one is faster depends on the processor.
- * 0: several parts of a tensor at once, with prefetches far ahead. 1: one part after the other, with near prefetches. */
-static int reads_in_turn = 0;
-enum { NEAR = 512, FAR = 1024 }; /* prefetch distances in bytes */
+/* A variant of the loops: an instruction set and a way to read memory. The results of all variants are equal. Which one is
+ * fastest depends on the processor. */
+struct loops {
+    const char *name;
+    int instructions;
+    int in_turn; /* 0: read several parts of a tensor at once, and prefetch far ahead; 1: one part after the other, and near */
+    double (*power)(int, int, const void *, int64_t, int64_t);
+    void (*means)(int, int, const void *, int64_t, int64_t, double *);
+    void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
+    void (*round)(const struct rounding *, int64_t, int64_t);
+};
+
+static const struct loops *loops; /* the variant in use */
+enum { NEAR = 512, FAR = 1024 };  /* prefetch distances in bytes */
 
 #define AVX2 1
 #define AVX512 2
@@ -123,16 +133,7 @@ enum { NEAR = 512, FAR = 1024 }; /* prefetch distances in bytes */
 #include "loops.h"
 #endif
 
-/* Variants of the loops: instruction sets and ways to read memory. --------------------------------------------------- */
-
-struct loops {
-    const char *name;
-    int instructions, in_turn;
-    double (*power)(int, int, const void *, int64_t, int64_t);
-    void (*means)(int, int, const void *, int64_t, int64_t, double *);
-    void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
-    void (*round)(const struct rounding *, int64_t, int64_t);
-};
+/* Variants. ----------------------------------------------------------------------------------------------------------- */
 
 static const struct loops all_loops[] = {
 #if defined(__x86_64__)
@@ -158,7 +159,7 @@ static int runs_here(int instructions) {
     return instructions == 0;
 }
 
-static const struct loops *loops = &all_loops[VARIANTS - 2];
+static const struct loops *loops = &all_loops[VARIANTS - 2]; /* plain */
 
 /* Select the variant of this name, or the one with the widest instructions (NULL). Returns its name, or NULL if this machine
  * does not support it. */
@@ -167,7 +168,6 @@ EXPORT const char *meshstep_take(const char *name) {
         const struct loops *found = &all_loops[index];
         if (runs_here(found->instructions) && (!name || !strcmp(name, found->name))) {
             loops = found;
-            reads_in_turn = found->in_turn;
             return loops->name;
         }
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from loops import loops
 from meshstep.optim.kernels import choice
-from meshstep.optim.kernels.native import VARIANTS, step_timer
+from meshstep.optim.kernels.native import VARIANTS, StepTimer
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_kernel_choice_measures_and_logs_time_of_each_variant(
 
 
 def test_measured_kernel_time_grows_with_number_of_elements() -> None:
-    short, long = step_timer(loops(), 2**10), step_timer(loops(), 2**20)
+    short, long = StepTimer(loops(), 2**10), StepTimer(loops(), 2**20)
     assert 0 < min(short() for _ in range(3)) < min(long() for _ in range(3))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from itertools import product
 from math import inf
 
@@ -25,12 +24,6 @@ from torch import Tensor
 
 VARIANTS = variants_here()
 KERNELS: tuple[Kernels, ...] = ("auto", "torch")
-
-
-@pytest.fixture(autouse=True)
-def _widest_variant() -> Iterator[None]:
-    yield
-    loops().take(None)
 
 
 @settings(max_examples=number_of_cases(80))

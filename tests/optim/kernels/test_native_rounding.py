@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from interpreted import interpreted_pool, why_no_triton
-from loops import loops, using, variants_here, with_threads, with_variant
+from loops import using, variants_here, with_threads, with_variant
 from meshstep.amp.stochastic_rounding import Drawn, Noise, round_all_, stochastic_round_
 from meshstep.optim.kernels.native import torchs_threads
 from meshstep.optim.kernels.rounding import round_by_kernels
@@ -26,7 +26,6 @@ STEPS = (0, 7, 2**33 + 1)
 def _compiled_loops() -> Iterator[None]:
     with using("auto"):
         yield
-    loops().take(None)
 
 
 def moved(tensor: Tensor, offset: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -20,12 +19,6 @@ from properties import number_of_cases
 from torch import Tensor
 
 VARIANTS = variants_here()
-
-
-@pytest.fixture(autouse=True)
-def _widest_variant() -> Iterator[None]:
-    yield
-    loops().take(None)
 
 
 class ByLoops(Case):

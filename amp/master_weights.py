@@ -163,17 +163,19 @@ class MasterWeights:
                     f"the gradient of {label_of(param)} still contains the gradient of an earlier step, because the "
                     "optimizer's zero_grad() clears only the masters' gradients; call MasterWeights.zero_grad() instead"
                 )
-        values: list[Tensor | None] = [param.grad for param, _ in self.pairs]
-        grads = list(values)
+        grads = [param.grad for param, _ in self.pairs]
+        cast: dict[int, Tensor] = {}
         if self.cast and not self.main_grads:
-            is_cast = [grad is not None and is_half(grad) and grad.layout is torch.strided for grad in grads]
-            cast = iter(
-                float32_of([grad for grad, cast in zip(grads, is_cast, strict=True) if grad is not None and cast])
-            )
-            values = [next(cast) if found else grad for grad, found in zip(grads, is_cast, strict=True)]
-        for (_, master), grad, value in zip(self.pairs, grads, values, strict=True):
-            if grad is not None and value is not None:
+            halves = {
+                index: grad
+                for index, grad in enumerate(grads)
+                if grad is not None and is_half(grad) and grad.layout is torch.strided
+            }
+            cast = dict(zip(halves, float32_of([*halves.values()]), strict=True))
+        for index, ((_, master), grad) in enumerate(zip(self.pairs, grads, strict=True)):
+            if grad is not None:
                 setattr(grad, _COLLECTED, True)
+                value = cast.get(index, grad)
                 master.grad = value.float() if self.cast else value
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # keeps a gradient that was assigned to the master directly
@@ -194,9 +196,8 @@ class MasterWeights:
         These are all masters, except during a step that updates the parameters bucket by bucket. The param groups then
         contain only the masters of one bucket.
         """
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        of_masters = ((self.param_of.get(param), param) for param in params)
-        return [(param, master) for param, master in of_masters if param is not None]
+        tensors = (tensor for group in self.optimizer.param_groups for tensor in group["params"])
+        return [(param, tensor) for tensor in tensors if (param := self.param_of.get(tensor)) is not None]
 
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor] = ()) -> None:

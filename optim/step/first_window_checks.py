@@ -99,8 +99,8 @@ class GradientReport(NamedTuple):
             wrong = str(error)
         broken = window.phase == "broken"
         counts = window.grads_checked, window.count_written(params)
-        report = cls(window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts)
-        return report._replace(scaled_losses=window.scaled_losses)
+        found = window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts
+        return cls(*found, scaled_losses=window.scaled_losses)
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:

@@ -620,7 +620,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     Collectives: none.
     Host synchronization: yes.
     """
-    state = optimizer.state_dict()
+    state = python_numbers(optimizer.state_dict())
     # A state with the entry "coordinates" can't be loaded on a rank with other mesh coordinates.
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
@@ -632,8 +632,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
         name, region = parameters.of(row.param)
         run = region.run(row.offset, row.tensor.numel())
         stepped[position] = Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor)))
-    tensors, groups = python_numbers((state["state"], state["param_groups"]))
-    return OptimizerState(stepped, tensors, find_master_weights(rest["weights"]), groups, rest)
+    return OptimizerState(stepped, state["state"], find_master_weights(rest["weights"]), state["param_groups"], rest)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:

@@ -186,9 +186,9 @@ def make_snapshot(
         common = {
             "rest": {**state.rest, "weights": portable_entries(state.rest["weights"])},
             "optimizer": kind_of(optimizer.optimizer),
-            "schedule": _check_readable(python_numbers(schedule), "the schedule's state"),
+            "schedule": _readable(schedule, "the schedule's state"),
             "schedule_kind": type(lr_scheduler).__name__,
-            "extra": _check_readable(python_numbers(extra), "extra="),
+            "extra": _readable(extra, "extra="),
         }
         _check_state(state)
         return state, *collect(parameters, state), common
@@ -243,43 +243,61 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
         )
 
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
 def _check_state(state: OptimizerState) -> None:
     """Raise ValueError if `load_checkpoint` could not read back a part of the optimizer's state that is not a tensor."""
-    for index, group in enumerate(state.groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names") and type(value) not in _PLAIN:
-                _check_readable(value, f"{key!r} of param group {index}")
-    for position, stepped in state.stepped.items():
-        for key, value in state.tensors.get(position, {}).items():
-            if not isinstance(value, Tensor) and type(value) not in _PLAIN:
-                _check_readable(value, f"the optimizer's {key!r} of {stepped.name}")
+    parts = {
+        f"{key!r} of param group {index}": value
+        for index, group in enumerate(state.groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    parts |= {
+        f"the optimizer's {key!r} of {stepped.name}": value
+        for position, stepped in state.stepped.items()
+        for key, value in state.tensors.get(position, {}).items()
+        if not isinstance(value, Tensor)
+    }
     rest = {key: value for key, value in state.rest.items() if key != "weights"}
-    _check_readable(rest, "the state of the precision mode or of the clipping rule")
+    parts["the state of the precision mode or of the clipping rule"] = rest
+    if _reading_error([*parts.values()]) is not None:  # one test of all parts takes much less time than one per part
+        for what, value in parts.items():
+            _check_readable(value, what)
 
 
-def _check_readable(value: Any, what: str) -> Any:
-    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back after `torch.save`, else raise ValueError.
+def _readable(value: Any, what: str) -> Any:
+    """Return ``value`` with NumPy's numbers as Python numbers. Raise ValueError as `_check_readable`."""
+    value = python_numbers(value)
+    _check_readable(value, what)
+    return value
+
+
+def _check_readable(value: Any, what: str) -> None:
+    """Raise ValueError unless ``torch.load(weights_only=True)`` can read ``value`` back after `torch.save`.
 
     Args:
         value: The value.
         what: The name of the value in the error.
     """
+    problem = _reading_error(value)
+    if problem is None:
+        return
+    rejected = re.search(r"GLOBAL (\S+)", str(problem)) if isinstance(problem, UnpicklingError) else None
+    first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
+    reason = first_line if rejected is None else f"torch.load(weights_only=True) rejects its {rejected[1]}"
+    raise ValueError(
+        f"{what} can't be stored ({reason}); give numbers, strings and tensors, in lists, tuples and dicts"
+    ) from problem
+
+
+def _reading_error(value: Any) -> Exception | None:
     stream = BytesIO()
     try:
         torch.save(value, stream)
         stream.seek(0)
         torch.load(stream, weights_only=True)
     except Exception as problem:
-        rejected = re.search(r"GLOBAL (\S+)", str(problem)) if isinstance(problem, UnpicklingError) else None
-        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
-        reason = first_line if rejected is None else f"torch.load(weights_only=True) rejects its {rejected[1]}"
-        raise ValueError(
-            f"{what} can't be stored ({reason}); give numbers, strings and tensors, in lists, tuples and dicts"
-        ) from problem
-    return value
+        return problem
+    return None
 
 
 def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .call_tracker import check_same_call, current_call, in_call
 from .process_group_collectives import NotPicklableError, all_gather_objects
 from .registry import ProcessGroupRegistry
+from .value_checks import python_number
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -197,8 +198,8 @@ def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if value is None or isinstance(value, (bool, int, str, type)):
         return repr(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item") and type(item := value.item()) is not type(value):
-        return describe(item)  # a NumPy number
+    if type(number := python_number(value)) is not type(value):
+        return describe(number)
     if isinstance(value, nn.Module) or depth == 0:
         return type(value).__name__
     if is_dataclass(value):

@@ -166,7 +166,7 @@ def check_like(value: object, like: object, field: str) -> None:
         field: Name of the field in the error.
     Host synchronization: yes, if ``value`` or ``like`` has a tensor of one element on a device.
     """
-    like = _python_number(like)
+    like = python_number(like)
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):
             raise wrong(field, value, "True, False or None")
@@ -215,12 +215,13 @@ def python_numbers(value: Any) -> Any:
         return {key: python_numbers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(python_numbers, value))
-    return _python_number(value)
+    return python_number(value)
 
 
-def _python_number(value: Any) -> Any:
-    is_number_of_numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
-    return value.item() if is_number_of_numpy else value
+def python_number(value: Any) -> Any:
+    """Return the value of a NumPy number as a Python number; return any other ``value``, also a tensor, unchanged."""
+    is_number = getattr(value, "shape", None) == () and hasattr(value, "item") and not isinstance(value, Tensor)
+    return value.item() if is_number else value
 
 
 def _check_plain(value: object, field: str) -> None:

@@ -414,6 +414,7 @@ LISTED: list[Fault] = [
         "torch.where(finite, by_kind[:, :, 1], 0.0)",
         "torch.where(finite, by_kind[:, :, 1], -1.0)",
     ),
+    # Survivors of ``--fresh 2614 200``
     Fault(
         "optim/step/first_window_checks.py",
         "if scaled and not any(rank.scaled_losses for rank in seen) and any(",
@@ -462,7 +463,6 @@ LISTED: list[Fault] = [
         "if not has_dtensors(tensors):\n            return {}\n        from",
         "if not has_dtensors(tensors):\n            pass\n        from",
     ),
-    # Survivors of ``--fresh 2614 200``
     Fault("optim/step/window.py", "self.error = self.error or error", "self.error = error"),
     Fault(
         "optim/norm/replicas.py",

@@ -36,6 +36,7 @@ from meshstep.optim.states import half_states, masters
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import optimizer as of_whole
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from set_gradients import setting_gradients
 from torch import nn
 
 Make = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -129,8 +130,7 @@ def count(case: Case, together: bool = True, width: int = 128, layers: int = 8, 
             **case.options,
         )
         for _ in range(steps):
-            with optimizer.window():
-                optimizer.scale_loss(torch.zeros((), device="cuda"))
+            with setting_gradients(optimizer):
                 for param in params.values():
                     param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
             rounded.clear()

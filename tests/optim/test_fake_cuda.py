@@ -50,6 +50,7 @@ from meshstep.parallel.interop import dtensor
 from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
 from meshstep.parallel.mesh import collectives as linear_maps
 from meshstep.parallel.mesh.collectives import Over
+from set_gradients import setting_gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
@@ -174,8 +175,7 @@ def steps(
                 adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
             with logging() as log, capturing() if index == number else nullcontext():
                 for _ in range(options.get("accumulation_steps", 1)):
-                    with optimizer.window():
-                        optimizer.scale_loss(torch.zeros((), device="cuda"))
+                    with setting_gradients(optimizer):
                         for param in model.values():
                             grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
                             local = param.to_local() if isinstance(param, DTensor) else param
@@ -412,8 +412,7 @@ def test_align_replicas_packs_all_parameters_into_one_collective(
             states=states,
             check_replicas=False,
         )
-        with optimizer.window():
-            optimizer.scale_loss(torch.zeros((), device="cuda"))
+        with setting_gradients(optimizer):
             for param in params:
                 param.grad = torch.ones_like(param)
         optimizer.step()
@@ -432,8 +431,7 @@ def test_monitor_on_cuda_does_not_synchronize_between_reports() -> None:
         monitor = Monitor(optimizer.registry, every=100)
         for _ in range(3):
             with logging() as log:
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device="cuda"))
+                with setting_gradients(optimizer):
                     for param in model.parameters():
                         param.grad = torch.ones_like(param)
                 monitor(optimizer.step(), torch.ones((), device="cuda"))
@@ -456,8 +454,7 @@ def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) 
         adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
         for captured in (False, True, True):
             with logging(), capturing() if captured else nullcontext():
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device="cuda"))
+                with setting_gradients(optimizer):
                     for param in model.parameters():
                         param.grad = torch.ones_like(param)
                 optimizer.step()
@@ -498,8 +495,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
         launches = []
         for index in range(5):
             with logging() as log:
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device="cuda"))
+                with setting_gradients(optimizer):
                     for name, param in model.items():
                         grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
                         has_tokens = name == "other" or index in (0, 2)
@@ -562,8 +558,7 @@ def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchroniza
             per_parameter_norms=True,
         )
         for step in range(1, 70):
-            with optimizer.window():
-                optimizer.scale_loss(torch.zeros((), device="cuda"))
+            with setting_gradients(optimizer):
                 for index, param in enumerate(params):
                     param.grad = torch.ones_like(param) if step & (1 << index) else None
             with logging() as log:

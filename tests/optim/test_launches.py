@@ -12,6 +12,7 @@ from fake_cuda import Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import ByNorm, ByValue, HalfStates, ParallelOptimizer, PerParameter
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from set_gradients import setting_gradients
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -43,8 +44,7 @@ def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32
             **{"max_norm": 1.0, "check_replicas": False, **options},
         )
         for _ in range(3):
-            with optimizer.window():
-                optimizer.scale_loss(torch.zeros((), device="cuda"))
+            with setting_gradients(optimizer):
                 give_gradients(params)
             with logging() as log:
                 optimizer.step()

@@ -44,6 +44,7 @@ from meshstep.optim.step.update_request import HostDecision
 from meshstep.optim.whole.optimizer import StepsTaken
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing import fake_world
+from set_gradients import setting_gradients
 from stream_simulation import simulated_cuda
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -109,8 +110,7 @@ class Training:
         rates = []
         for step in range(self.steps):
             with self.stream(device):
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device=device))
+                with setting_gradients(optimizer):
                     for index, param in enumerate(params):
                         value = math.inf if step in SKIPPED else math.sin(step + index)
                         dtype = getattr(param, "grad_dtype", None) or param.dtype

@@ -14,6 +14,7 @@ from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.optim import NoiseScale, ParallelOptimizer, Sharded, SpectralNorms, Telemetry
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing import fake_world
+from set_gradients import setting_gradients
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -44,8 +45,7 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
         measured = Telemetry(optimizer, every=1, **telemetry)
         for step in range(6):
             with logging() as log:
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device="cuda"))
+                with setting_gradients(optimizer):
                     for name, param in model.items():
                         if WITHOUT_GRADIENT.get(step) != name:
                             param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)

@@ -18,6 +18,7 @@ from meshstep.optim.step import torch_engine
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.shard import Region
+from set_gradients import setting_gradients
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -81,8 +82,7 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
         )
         for _ in range(3):
             with logging() as log:
-                with optimizer.window():
-                    optimizer.scale_loss(torch.zeros((), device="cuda"))
+                with setting_gradients(optimizer):
                     for param in model.values():
                         param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or dtype)
                 optimizer.step()

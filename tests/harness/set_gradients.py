@@ -1,0 +1,18 @@
+"""Gradients that a test sets itself, without a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from meshstep.optim import ParallelOptimizer
+
+
+@contextmanager
+def setting_gradients(optimizer: ParallelOptimizer[Any]) -> Iterator[None]:
+    """Count one micro-batch with a scaled loss. The body sets the gradients, which count as those of the scaled loss."""
+    with optimizer.window():
+        optimizer.scale_loss(torch.zeros((), device=optimizer.device))
+        yield

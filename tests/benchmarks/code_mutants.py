@@ -8,13 +8,18 @@ the copy, until the first failure. A fault that no test finds survives: write a 
 `EQUIVALENT` with the reason why no test can fail. Tests that do not end count as failed.
 
 ``--listed`` plants the faults in `LISTED`, which have survived earlier runs. ``--random`` draws faults with ``--seed``,
-``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs other tests than the nearest ones, and
+``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs these tests instead of the chosen ones.
 ``--show`` prints the faults without running tests.
 
 ``--fresh SEED COUNT`` draws faults from the whole core, of more kinds than ``--random``: a file in proportion to its
 lines, then one of its faults. The tests are the files that name the changed function and its module, or whose words most
 resemble those of the function.
 ``--seconds`` limits each run of tests. With a short limit, "endless" also counts runs that would pass or fail later.
+
+``--record RECORD.json`` runs the tests of the library once, and records which tests execute which code.
+``--executed RECORD.json`` runs the tests that execute the changed code, instead of those chosen by names: as many as take a
+minute without a fault, half of them those that execute the least other code, and half of them from the test files chosen
+above. A fault in code that no test executes survives without a run.
 """
 
 from __future__ import annotations
@@ -36,6 +41,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from executed_blocks import Record, record
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900  # limit of a test run; a fault may cause an endless loop or a deadlock
@@ -737,10 +746,15 @@ def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node, f"{ast.unparse(node.lower)}:"
 
 
+def core_files() -> list[Path]:
+    """Return the modules of the core in which `draw_fresh` plants faults."""
+    found = (path for name in CORE for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")))
+    return sorted(path for path in found if not str(path.relative_to(ROOT)).startswith(LEFT_OUT))
+
+
 def draw_fresh(count: int, seed: int) -> list[Fault]:
     """Return ``count`` different random faults in the core: each in a file drawn in proportion to its lines."""
-    found = (path for name in CORE for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")))
-    paths = sorted(path for path in found if not str(path.relative_to(ROOT)).startswith(LEFT_OUT))
+    paths = core_files()
     faults = {path: [*faults_in(path, more=True)] for path in paths}
     paths = [path for path in paths if faults[path]]
     lines = [path.read_text().count("\n") for path in paths]
@@ -749,6 +763,28 @@ def draw_fresh(count: int, seed: int) -> list[Fault]:
         fault = generator.choice(faults[generator.choices(paths, lines)[0]])
         drawn.setdefault((fault.file, fault.new, fault.at), fault)
     return [replace(fault, closest=closest_tests(fault)) for fault in drawn.values()]
+
+
+SECONDS_OF_TESTS = 60.0  # of the tests that run for a fault, without the fault
+
+
+def executing_tests(fault: Fault, executed: Record, seconds: float = SECONDS_OF_TESTS) -> tuple[str, ...]:
+    """Return tests that execute the code of a fault, and that take at most ``seconds`` together: alternately the next one
+    that executes the least other code, and the next one in the order of `_by_names`.
+
+    Return the test files of `closest_tests` for code that is executed on import.
+    """
+    specific = executed.tests_of(fault.file, fault.line)
+    if specific is None:
+        return closest_tests(fault)
+    rank = {path: index for index, path in enumerate(_by_names(fault))}
+    similar = sorted(specific, key=lambda name: rank.get(name.partition("::")[0], len(rank)))
+    chosen, left = dict[str, None](), seconds
+    for name in (name for pair in zip(specific, similar, strict=True) for name in pair):
+        if name not in chosen and executed.seconds[name] <= left:
+            chosen[name] = None
+            left -= executed.seconds[name]
+    return tuple(chosen) or tuple(specific[:1])
 
 
 @cache
@@ -912,11 +948,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*PREFIXES])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tests", nargs="+", default=[], help="run these tests instead of the nearest ones")
+    parser.add_argument("--executed", type=Path, help="choose the tests by this file of --record")
+    parser.add_argument("--record", type=Path, help="write to this file which tests execute which code")
     parser.add_argument("--show", action="store_true")
     options = parser.parse_args()
+    if options.record:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [str(path.relative_to(ROOT)) for path in core_files()]
+            tests = options.tests or [f"tests/{name}" for name in ("amp", "mistakes", "optim", "parallel")]
+            record(copy_of_repository(Path(folder)), files, options.record, options.processes, tests)
     faults = [fault for fault in LISTED if fault.key not in EQUIVALENT] if options.listed else []
     faults += draw(options.random, options.seed, tuple(options.only))
     faults += draw_fresh(options.fresh[1], options.fresh[0])
+    if options.executed:
+        executed = Record(options.executed)
+        faults = [replace(fault, closest=executing_tests(fault, executed)) for fault in faults]
     if options.show:
         for fault in faults:
             print(fault if fault.fits else f"outdated  {fault}")
@@ -929,6 +975,8 @@ def main() -> None:
             copies.put(copy_of_repository(Path(folder) / str(number)))
 
         def run(fault: Fault) -> tuple[Fault, str]:
+            if options.executed and not fault.closest:
+                return fault, "survived"
             copy = copies.get()
             try:
                 return fault, outcome_of(fault, copy, options.tests, options.seconds)

@@ -48,9 +48,9 @@ from .modes import Bf16, Criterion, Fp32, Precision, register_mode
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, data_axes: tuple[str, ...] = ()) -> Tensor:
     """Return this rank's block [m, n] of ``A @ B``, with A, B and the gradient of the product rounded to 8 bits.
 
-    A matrix is multiplied by one scale and rounded to 8 bits. The rounded values are stored in the operands' dtype, which
-    represents every 8-bit value exactly, and `summa` broadcasts and multiplies them in this dtype. The result therefore
-    has the precision of an 8-bit product, but 8 bits save neither time nor traffic.
+    Each matrix is multiplied by a scale of its own and rounded to 8 bits. The rounded values are stored in the operands'
+    dtype, which represents every 8-bit value exactly, and `summa` broadcasts and multiplies them in this dtype. The result
+    therefore has the precision of an 8-bit product, but 8 bits save neither time nor traffic.
 
     If a dim of ``b`` is not a multiple of 16, nothing is rounded: the call returns `summa` of its arguments.
 

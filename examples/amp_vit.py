@@ -52,7 +52,7 @@ def open_dataset(options: argparse.Namespace, train: bool) -> Caltech101:
 
 
 def prepare_files(options: argparse.Namespace) -> None:
-    """Make or download the files.
+    """Make the sample of ``--sample``, or download Caltech-101 for ``--download``.
 
     Raises:
         ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.

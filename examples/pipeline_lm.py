@@ -89,7 +89,9 @@ class Part(nn.Module):
         super().__init__()
         self.own, self.stages, self.registry = own, stages, registry
         if options.depth % stages:
-            raise ValueError(f"--depth {options.depth} does not divide over {stages} stages: make it a multiple")
+            raise ValueError(
+                f"--depth {options.depth} is not a multiple of the {stages} stages; give a multiple of {stages}"
+            )
         width, is_first, is_last = options.width, 0 in own, stages - 1 in own
         torch.manual_seed(options.seed)
         if is_first or is_last:
@@ -313,7 +315,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options.topology = Topology(roles=None, **{**sizes, "pipe": sizes.get("pipe", 1), "tensor": sizes.get("tensor", 1)})
     if options.verify and options.precision != "fp32":
         raise ValueError(
-            "--verify compares with float64 to 1e-5, which only fp32 reaches: leave out --verify or --precision"
+            "--verify requires norms within 1e-5 of a float64 model, which only fp32 reaches: leave out --verify or "
+            "--precision"
         )
     if TEST_PARAGRAPHS % options.batch_size:
         raise ValueError(f"--batch-size {options.batch_size} must divide the {TEST_PARAGRAPHS} paragraphs of the test")

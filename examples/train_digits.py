@@ -311,7 +311,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     check_training(options)
     if options.verify and options.precision != "fp32":
         raise ValueError(
-            "--verify compares with float64 to 1e-5, which only fp32 reaches: leave out --verify or --precision"
+            "--verify requires norms within 1e-5 of a float64 model, which only fp32 reaches: leave out --verify or "
+            "--precision"
         )
     return options
 

@@ -804,7 +804,9 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Advance the wrapped schedule by one step, unless the optimizer skipped its step or is within a window.
+        """Advance the wrapped schedule by one step, except after a skipped step and within an accumulation window.
+
+        On a GPU the schedule advances later, when the host knows whether the step was skipped (see the class).
 
         Host synchronization: on a GPU, one if an earlier step decision is pending, or if a CUDA graph replayed the
         step.

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 
 class DenseLayers:
-    """Layers of torch, replicated on every rank. Other families replace the layers that they shard."""
+    """Makes the layers of a model: those of torch, replicated on every rank. Subclasses replace layers that they shard."""
 
     batch_axes: tuple[str, ...] = ()  # model axes over which the batch is sharded, besides the data axes
     feature_axes: tuple[str, ...] = ()  # model axes over which the features between layers are sharded

@@ -248,7 +248,8 @@ def is_checkpoint(path: Path) -> bool:
 def begin(path: Path, known: str | None) -> Path:
     """Create and return the temporary directory for the next checkpoint under ``path``.
 
-    Temporary directories that are already under ``path`` are removed; crashes left them.
+    All temporary directories under ``path`` are removed. Usually a crash left them; another run that is saving there loses
+    its directory.
 
     Args:
         path: The directory of the run's checkpoints. It is created if it does not exist.

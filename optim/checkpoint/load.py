@@ -148,7 +148,8 @@ class Restoration:
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
             raise ValueError(
-                f"the checkpoint's index and its record list different optimizer states: only one has {shown}; {EARLIER}"
+                f"the checkpoint is damaged: its files list different optimizer states; only one file has {shown}; "
+                f"{EARLIER}"
             )
         for position, stepped in own.stepped.items():
             now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)

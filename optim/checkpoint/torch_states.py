@@ -436,9 +436,9 @@ class TorchStates(torch.optim.Optimizer):
                         )
                 elif value.shape != piece.tensor.shape:
                     raise ValueError(
-                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, but the parameter has shape "
-                        f"{tuple(piece.tensor.shape)}: only numbers and states of the parameter's shape can be resharded; "
-                        "use save_checkpoint"
+                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, but the tensor that the optimizer "
+                        f"steps on this rank has shape {tuple(piece.tensor.shape)}: only numbers and states of the same "
+                        "shape can be resharded; use save_checkpoint"
                     )
         return numbers
 

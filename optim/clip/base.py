@@ -278,7 +278,8 @@ Numbers = float | list[float] | dict[str, float]
 
 
 class ClipState:
-    """A clipping rule with its state. `ParallelOptimizer` makes one from ``max_norm=``; make one for `clip_grad_norm_`:
+    """A clipping rule with its state. `ParallelOptimizer` constructs one from ``max_norm=``. Construct one to pass it to
+    `clip_grad_norm_`:
 
         clip = ClipState(ZClip())
         for batch in batches:

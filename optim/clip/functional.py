@@ -257,7 +257,10 @@ class StatefulClipper:
             return self._clip(clip, local, wrong=False)
 
     def take_part(self, clip: ClipState) -> None:
-        """Run the collectives of a call before this rank raises. Others return ``found_inf`` = 1 unless the norm is 0."""
+        """Run the collectives of `__call__` before this rank raises.
+
+        On the other ranks, the call then returns ``found_inf`` = 1, or 0 if the norm is 0.
+        """
         self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
 
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
@@ -371,8 +374,8 @@ def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry
     totals = check.slots(listed.gradients)
     dist.all_reduce(totals, group=registry.group(*registry.topology.axes))
     if mismatches := check.mismatches(totals.cpu()):
-        advice = advice_on("give a registry, with which replicas are not compared", "meshstep.optim.clip_grad_norm_")
-        raise ReplicaMismatchError(mismatches, "replicas differ, nothing was clipped", advice)
+        advice = advice_on("pass registry=, and the call does not compare replicas", "meshstep.optim.clip_grad_norm_")
+        raise ReplicaMismatchError(mismatches, "replicas differ, and gradients are unchanged", advice)
     state.checked = True
 
 

@@ -179,10 +179,10 @@ class Native:
 
 
 class StepTimer:
-    """A squared norm and an AdamW update of float32 elements on one thread. A call measures both, and returns seconds.
+    """Measures a squared norm and an AdamW update of float32 elements on one thread.
 
-    Before each of the two, a call removes its tensors from the caches, because a step usually reads tensors from main
-    memory.
+    A call returns the sum of both times in seconds. Before each of the two operations, it removes the tensors that the
+    operation reads from the caches, because a step usually reads tensors from main memory.
 
     Args:
         native: The kernels. A call measures the variant that is selected then.

@@ -62,7 +62,10 @@ def _is_plain(drawn: Drawn) -> bool:
 
 
 def _round_group(group: Sequence[Drawn], step: int, round_contiguous: RoundContiguous) -> None:
-    """Round tensors on one device with noise of one step, by one call of ``round_contiguous``; none if all are empty."""
+    """Round tensors on one device with the noise of one step, by one call of ``round_contiguous``.
+
+    If all tensors are empty, ``round_contiguous`` is not called.
+    """
     pairs, keys, numbers = list[tuple[Tensor, Tensor]](), array("Q"), array("q")
     for drawn in group:
         for number, pair in enumerate(drawn.pairs):

@@ -424,7 +424,8 @@ class Named:
 
 # A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
 # several ranks may hold parts of one unit. The packed vector has one element per unit. Each rank adds the powers of its
-# parts to the elements of their units, and the packed collective sums the vector over all ranks.
+# parts to the elements of their units, and the packed collective combines the vectors of all ranks: by a sum, or
+# for p = inf by a maximum.
 
 UnitDim = int | Mapping[str, int]
 """The dim along which a parameter is divided into units, such as 0 for rows; or a dict from name globs to dims.
@@ -539,8 +540,8 @@ class Units:
 def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int | None:
     if shape is None:
         raise ValueError(
-            f"{name} has shards of unequal sizes, which units do not support: make each sharded dim divisible by the size "
-            "of its mesh axes"
+            f"{name} has shards of unequal sizes, so its full shape is unknown, which the norms of its units (such as "
+            "rows) need: give annotate(..., full_shape=...), or make each sharded dim divisible by the size of its axes"
         )
     if len(shape) < 2:
         return None

@@ -31,7 +31,7 @@ from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 SMALL = 1024  # gradients with at most this many elements are summed together in one kernel
 ROW = 1024  # number of consecutive squares that are summed in float32
 SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
-EXACT = 1e-29  # least mean square for which squares that underflow in float32 are negligible
+EXACT = 1e-29  # the smallest mean of squares beside which squares that underflow in float32 are negligible
 HIGH = 12.0  # for p >= HIGH, functions return p-norms instead of powers
 
 

@@ -62,10 +62,10 @@ class Coordinates:
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Coordinates:
-        """Return the coordinates of this rank.
+        """Return the index of this rank and the size of each axis along which ranks step different tensors.
 
         Args:
-            plan: The plan of the stepped tensors.
+            plan: The plan of the stepped tensors, which names these axes.
             registry: The process groups of the mesh.
         """
         named = {axis for b in plan.buckets for axis in (*b.distinct, *dict(b.owned), *dict(b.tied))}

@@ -362,9 +362,10 @@ class TorchGradSync(GradSyncController):
         for entry in entries:
             if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
                 raise ValueError(
-                    f"{entry.name} is declared {entry.spec}, with different shards along a data axis, over which "
-                    "DistributedDataParallel would average the gradient (or, if it ignores the parameter, not divide it): "
-                    "leave data_parallel out, so that the optimizer reduces gradients by the specs"
+                    f"{entry.name} is declared {entry.spec}, with different shards along a data axis, so "
+                    "DistributedDataParallel must not average its gradient: do not wrap the model in "
+                    "DistributedDataParallel, and leave data_parallel out, so that the optimizer reduces gradients by the "
+                    "specs"
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:

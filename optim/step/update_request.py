@@ -217,7 +217,8 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
-    """Give ``master`` the annotation, gradient and optimizer state of ``weight``; half-precision states become float32."""
+    """Give ``master`` the annotation, gradient and optimizer state of ``weight``; half-precision states with one
+    value per element become float32."""
     copy_annotation(weight, master)
     master.grad = weight.grad
     if state := optimizer.state.get(weight):

@@ -700,7 +700,7 @@ class Window:
     def _broken_error(self) -> RuntimeError:
         return RuntimeError(
             "a backward of this window raised an error, so the window's gradients are incomplete: call zero_grad() of "
-            "this optimizer and repeat all micro-batches of the window"
+            "this optimizer on all ranks, and repeat all micro-batches of the window"
         )
 
 

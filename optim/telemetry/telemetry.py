@@ -314,10 +314,12 @@ class PowerIteration:
         return {name: vector.clone() for name, vector in self.vectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the vectors whose name and shape are in ``state``, the result of `state_dict`; keep the other vectors.
+        """Load each vector for which ``state``, the result of `state_dict`, has one of the same name and shape.
+
+        Other vectors keep their values.
 
         Raises:
-            ValueError: A value in ``state`` is not a finite tensor; nothing is changed.
+            ValueError: A value in ``state`` is not a floating-point tensor without NaN and infinity; nothing is changed.
         """
         self.check_state(state)
         for name, vector in self.vectors.items():
@@ -326,7 +328,7 @@ class PowerIteration:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless ``state`` maps names to finite tensors."""
+        """Raise ValueError unless ``state`` maps names to floating-point tensors without NaN and infinity."""
         dict_of(check_finite)(state, "spectral")
 
 

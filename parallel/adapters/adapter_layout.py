@@ -344,7 +344,7 @@ class GridLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class CubeLayout(AdapterLayout):
-    """The layout for `Linear3D`, with the names of its axes."""
+    """The layout of an adapter for a `Linear3D`. The fields are the mesh axes of the layer."""
 
     input: str = "input"
     weight: str = "weight"

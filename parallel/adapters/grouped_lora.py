@@ -234,10 +234,10 @@ def grouped_layout_of(
     """
     weight = dict(base.named_parameters(recurse=False)).get(parameter)
     if weight is None or weight.dim() != 3:
-        found = "no parameter of this name" if weight is None else f"the shape {tuple(weight.shape)}"
+        found = "does not exist" if weight is None else f"has shape {tuple(weight.shape)}"
         raise ValueError(
-            f"{name}.{parameter}: {type(base).__name__} has {found}, but an adapter of several experts needs a parameter "
-            "[experts, out, in]; use LoRA for linear layers"
+            f"{name}.{parameter} of a {type(base).__name__} {found}, but an adapter of several experts needs a parameter "
+            f"[experts, {'in, out' if is_transposed else 'out, in'}]; use LoRA for linear layers"
         )
     topology = registry.topology
     placed = weight_spec(weight, topology, f"{name}.{parameter}")

@@ -324,8 +324,8 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
         raise ValueError(
-            f"{name} has ranks {list(ranks)}, which aren't evenly spaced, as the ranks of an axis are; pass the groups "
-            "that parallel_state created"
+            f"{name} has ranks {list(ranks)}, but the ranks of a group must be evenly spaced; pass the groups that "
+            "parallel_state created"
         )
     ((size, stride),) = steps
     return stride, stride * size

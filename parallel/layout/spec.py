@@ -166,7 +166,10 @@ def parts_of(entry: Entry) -> tuple[Part, ...]:
     """
     parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(map(_is_part, parts)):
-        raise ValueError(f"{entry!r} does not name axes of a spec; give an axis name, a tuple of axis names or None")
+        raise ValueError(
+            f"P(...) has the entry {entry!r}; give the name of a mesh axis, a tuple of names, blocks(...), or None for a "
+            "dim that is not sharded"
+        )
     return parts
 
 

@@ -294,7 +294,7 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calls = self._calls  # calls of the thread that entered the block; a generator may be closed in another thread
+        calls = self._calls  # not of this thread: a generator that has the block may be closed in another thread
         if calls is None:
             return
         try:

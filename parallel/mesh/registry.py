@@ -288,7 +288,7 @@ def agreed_name(topology: Topology, rank: int) -> str:
         ValueError: Another rank constructed the registry with the same number for another topology.
     """
     if is_fake():
-        # The store is not used, because not every store of a fake world responds.
+        # torch's `FakeStore` stores nothing, so ranks cannot agree on a name through it.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)

@@ -671,8 +671,8 @@ class Topology(ByRole):
         missing = [axis for axis in self.axes if axis not in by_axis]
         if missing:
             raise ValueError(
-                f"rank() needs a coordinate for every axis; {_join_names(missing)} {'is' if len(missing) == 1 else 'are'} "
-                "missing. Use filter() for all ranks that match some axes"
+                f"rank() needs an index for every axis; {_join_names(missing)} {'is' if len(missing) == 1 else 'are'} "
+                "missing. For all ranks with given indices on some axes, call filter()"
             )
         return self._offset(by_axis)
 

@@ -59,9 +59,9 @@ class Run(NamedTuple):
     """A configuration.
 
     Args:
-        make: The torch optimizer.
+        make: A function that returns the torch optimizer, or a list of optimizers, for parameters.
         options: Options of `ParallelOptimizer`.
-        precision: Its precision mode. Default: "fp32".
+        precision: The precision mode of `ParallelOptimizer`. Default: "fp32".
         weight: Weight of each micro-batch. None (default): micro-batches have no weights.
         strided: True: parameter "c" is not contiguous, and "d" has no gradient in the second step. Default: False.
     """

@@ -81,7 +81,7 @@ def ours(inner: torch.optim.Optimizer, **options: Any) -> Any:
 
 
 def clip_and_step(shapes: list[tuple[int, ...]], precision: str, device: torch.device, triton: bool) -> Ways:
-    """Return contenders for clip + AdamW, each with its own weights."""
+    """Return functions that make contenders: AdamW without clipping, the reference, and several ways to clip and step."""
     from meshstep.amp import Bf16
 
     masters = precision == "bf16"

@@ -51,7 +51,7 @@ class Usage(NamedTuple):
 
 
 def measured(ranks: int, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
-    """Return the usage of this rank."""
+    """Return the memory and the time that this rank needs for the steps of a small model on ``ranks`` data ranks."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
         return measure(registry, mode, options, width, depth)

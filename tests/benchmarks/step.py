@@ -99,10 +99,10 @@ def full_precision(make: MakeParams) -> dict[str, Contender]:
 
 
 def mixed_precision(make: MakeParams) -> dict[str, Contender]:
-    """Return the contenders in mixed precision by name, with masters and clipping.
+    """Return the contenders by name: the bare float32 optimizer, steps with masters and clipping, and `SCALED`.
 
-    Each makes one step from half-precision gradients to half-precision weights. The least bytes are 24 for master weights
-    and states, 2 for the half-precision weight, and twice the size of the gradient.
+    The least bytes of a step with masters are 24 for master weights and states, 2 for the half-precision weight (0 with
+    split masters), twice the size of the gradient, and 6 for the cast of the gradient if it is included.
     """
     steps = {"bare fused fp32 AdamW": Contender(fused_adamw(make()).step, 28)}
     modes: dict[str, tuple[type[Bf16] | type[NaiveFp16], torch.dtype]] = {

@@ -38,7 +38,7 @@ RANKS = {  # the number of ranks, of which the example runs on the first; other 
     "Topology.of_meshes": 8,
     "NoiseScale": 2,
 }
-NOT_RUN = {  # they need another package, a launcher's processes, or code that only a whole program has
+NOT_RUN = {  # examples that the test does not run, and what each one needs
     "ModelParallelUnit": "deepspeed",
     "WeightsAndBiases": "wandb and an account",
     "take_over_clipping": "transformers and accelerate; tests/interop run them",

@@ -58,7 +58,7 @@ def test_readme_train_digits_command_parses_to_2x2_mesh_with_verify(monkeypatch:
     assert options.verify
 
 
-# The figures ----------------------------------------------------------------------------------------------------------
+# Norms that pages state -----------------------------------------------------------------------------------------------
 
 
 def compare_norms() -> list[tuple[str, float]]:

@@ -35,7 +35,7 @@ def losses_of(printed: str) -> list[float]:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_lora_example_on_each_layout_equals_one_process(world: World, base: str, dora: bool) -> None:
+def test_lora_example_has_same_losses_sharded_as_in_one_process(world: World, base: str, dora: bool) -> None:
     flags = ["--base", base, *FLAGS, *(["--dora"] if dora else [])]
     one = run_example("finetune_lora", *flags)
     before, after = losses_of_tests(one)

@@ -62,8 +62,9 @@ def assert_layer_is_dense(
     specs: Mapping[str, P],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Compare a layer on shards, also uneven ones, with the dense layer on the full input: weights, output and
-    gradients.
+    """Assert that weights, output and gradients of a sharded layer equal those of the dense layer on the full input.
+
+    Shards may have unequal sizes.
 
     Args:
         x: The full input; ids have no gradient.

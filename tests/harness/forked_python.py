@@ -306,7 +306,7 @@ def _rank(*arguments: str) -> None:
 
 def _python(arguments: tuple[str, ...]) -> None:
     """Run the program to its end; afterwards this process only exits with the exit code."""
-    if "numpy" in sys.modules:  # each process seeds numpy's random generator
+    if "numpy" in sys.modules:  # a new process seeds numpy at random; forked processes would share one state
         sys.modules["numpy"].random.seed()
     atexit._clear()  # multiprocessing itself does this since Python 3.14
     code: Any = 0

@@ -169,8 +169,7 @@ class Run:
             found["scale"] = self.optimizer.loss_scale.scale
         return {name: value.detach().cpu() for name, value in found.items()}
 
-    # One step per batch
-    # ---------------------------------------------------------------------------------------------------
+    # One step per batch -----------------------------------------------------------------------------------------------
 
     def steps(self, numbers: range) -> None:
         """Run eager steps."""

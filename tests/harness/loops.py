@@ -38,7 +38,7 @@ def variants_here() -> list[str]:
 
 @contextmanager
 def with_variant(name: str) -> Iterator[None]:
-    """Use a variant of the loops within the block, in all `Native` objects of this process."""
+    """Select a variant of the compiled CPU kernels in this process within the block, and the default variant afterwards."""
     loops().take(name)
     try:
         yield

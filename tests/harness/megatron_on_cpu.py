@@ -1,14 +1,14 @@
 """Run the unmodified Megatron-core on CPU ranks over gloo; its calls to CUDA and apex are replaced by torch functions
 on the CPU.
 
-Within `megatron`, this process replaces the device "cuda" of new tensors (norms, overflow flags), the results of
-``torch.cuda.current_device``, ``synchronize`` and ``Tensor.type`` (Megatron asserts "torch.cuda.FloatTensor"), the
-states of CUDA's random generators, and the apex kernel that Megatron's `FusedLayerNorm` calls, without which it has no
-layer norm for sequence parallelism. It also adds a name that Megatron's router imports from TransformerEngine. Layers,
-flags, gradients, norms and optimizers are not changed.
+Within `megatron`, this process replaces the device "cuda" of new tensors (norms, overflow flags),
+``torch.cuda.current_device``, ``synchronize`` and ``manual_seed``, ``Tensor.cuda`` and ``Tensor.type`` (Megatron asserts
+"torch.cuda.FloatTensor"), the states of CUDA's random generators, and the apex kernel that Megatron's `FusedLayerNorm`
+calls, without which it has no layer norm for sequence parallelism. It also adds a name that Megatron's router imports from
+TransformerEngine. Flags, gradients, norms, optimizers and all other layers are not changed.
 
 Multi-latent attention of Megatron-core 0.16 runs with TransformerEngine only. Here it has two layers of TransformerEngine's
-kind instead: `_CoreAttention`, and `_DuplicatedLinear` with the flags that Megatron's `TELinear` sets.
+kind instead: `_CoreAttention`, and `_DuplicatedLinear` with the flag `sequence_parallel`, as Megatron's `TELinear` sets it.
 """
 
 from __future__ import annotations

@@ -315,8 +315,8 @@ def _spec_mistake(
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake
     if constant and ({was, kind} == {"piece", "term"} or axis in topology.data_axes):
-        # All elements are equal: shards look like replicas with partial gradients. Along a data axis, equal experts are
-        # averaged, so they count as tied.
+        # If all elements are equal, shards have the values of replicas with partial gradients, and along a data axis those
+        # of replicas. No check of values can find the changed spec.
         raise NoMistake
     entries = [tuple(a for a in spec.dim_axes(dim) if a != axis) for dim in range(max(1, len(spec.entries)))]
     partial = tuple(a for a in spec.partial if a != axis)

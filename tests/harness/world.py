@@ -18,7 +18,7 @@ from meshstep.parallel.ranks.pool import RankPool
 
 T = TypeVar("T")
 
-# Modules that each worker would otherwise import itself, some only on first use by checkpoints; this takes seconds.
+# The server process imports these modules once. If each worker imported them, some on first use, it would take seconds.
 OF_TESTS = ("torch.distributed.checkpoint", "hypothesis.strategies", "pytest", "unittest.mock")
 OF_EXAMPLES = ("sklearn.datasets", "torchvision.datasets", "tqdm")  # imported if installed
 PRELOAD = [*OF_EVERY_POOL, *OF_TESTS, *OF_EXAMPLES]

@@ -382,7 +382,8 @@ def model_zero_grad_within_a_window(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "a backward of this window raised ... call zero_grad() of this optimizer"),
-    write="call `optimizer.zero_grad()` in the `except` clause",
+    write="call `optimizer.zero_grad()` in the `except` clause on every rank; "
+    "[if one rank alone raised](../howto/ACCUMULATION.md#an-exception-on-one-rank), call `step()`",
 )
 def error_in_backward_caught(run: Run) -> None:
     """An exception in `backward()` is caught, and the loop continues without `zero_grad()`."""

@@ -228,7 +228,7 @@ def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
     assert "SGD" in repr(optimizer)
 
 
-def test_added_group_requires_index_of_optimizer() -> None:
+def test_group_added_to_combined_optimizer_requires_optimizer_index() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
     optimizer = optimizer_of(of_two_classes, model)
     with pytest.raises(ValueError, match="of the optimizer that steps the group"):

@@ -276,7 +276,7 @@ def without_comparison(logs: list[Log]) -> list[Log]:
         ("replicated", "bf16, rounded", False),
     ],
 )
-def test_second_of_three_steps_waits_to_compare_weights_with_master_or_offloaded_copies(
+def test_only_second_step_synchronizes_with_host_and_only_if_weights_have_copies_to_compare(
     placed: str, mode: str, compared: bool
 ) -> None:
     logs = run_of_four(placed, mode, "norm")[:3]

@@ -126,7 +126,7 @@ def test_stochastic_rounding_launches_one_random_kernel_per_parameter(
 def test_number_of_launches_of_full_tensor_optimizer_is_independent_of_parameter_count(name: str) -> None:
     benchmark: Any = importlib.import_module("benchmarks.launches")
     few, many = (benchmark.count(benchmark.CASES[name], width=16, layers=layers)[0] for layers in (2, 6))
-    assert few.launches == many.launches  # one launch of `_foreach_mul_.List` is one kernel per parameter
+    assert few.launches == many.launches
     assert few.waits == many.waits == []
 
 

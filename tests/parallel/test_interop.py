@@ -108,7 +108,7 @@ def test_equal_flags_on_all_ranks_make_norm_of_deepspeed_wrong(world: World) -> 
 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
-def test_model_parallel_flags_count_each_shard_on_one_rank(case: Case) -> None:
+def test_deepspeed_flag_is_true_on_one_rank_per_shard(case: Case) -> None:
     """Over a model-parallel group the flagged shards give the sum of the full tensor. All shards of the group's first
     rank are flagged."""
     topology = case.topology

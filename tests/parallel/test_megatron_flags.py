@@ -49,7 +49,7 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
             6,
             "sizes or strides 2 and 3, of which 2 doesn't divide 3",
         ),
-        ({"tensor": (0, 1, 3)}, 4, "tp has ranks [0, 1, 3], which aren't evenly spaced"),
+        ({"tensor": (0, 1, 3)}, 4, "tp has ranks [0, 1, 3], but the ranks of a group must be evenly spaced"),
         (
             {"tensor": (0, 1)},
             4,

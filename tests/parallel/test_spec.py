@@ -97,7 +97,7 @@ def test_repr_of_spec_with_blocks_is_its_constructor_call() -> None:
             lambda: P("a", owned={"b": "a"}).validate(1, Topology(a=3, b=2), "w"),
             "w: .* a shard per coordinate of 'a' \\(size 3\\), but the owner axis 'b' has size 2; name .* size 3 or more",
         ),
-        (lambda: P(["a"]), "does not name axes of a spec"),  # type: ignore[arg-type]
+        (lambda: P(["a"]), r"P\(...\) has the entry \['a'\]; give the name of a mesh axis"),  # type: ignore[arg-type]
         (lambda: P(tied={"pipe": ()}), "has no coordinates"),
         (lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"), "w: .* 2 entries but the tensor has 1 dims"),
         (lambda: P("c").validate(1, Topology(a=2, b=2), "w"), "w: .* names axis 'c', but the axes are a, b"),

@@ -383,7 +383,7 @@ def test_lora_of_stacked_experts_rejects_unsupported_options() -> None:
                 add_lora(GroupedModel("single", registry), "experts.up", R, ALPHA, registry, **options)
         with pytest.raises(ValueError, match="target 'up' is a parameter of the model itself"):
             add_lora(GroupedModel("single", registry).experts, "up", R, ALPHA, registry)
-        with pytest.raises(ValueError, match=r"experts\.bias: Grouped has no parameter of this name"):
+        with pytest.raises(ValueError, match=r"experts\.bias of a Grouped does not exist"):
             GroupedLoRA(GroupedModel("single", registry).experts, ["bias"], R, ALPHA, registry, name="experts")
 
 

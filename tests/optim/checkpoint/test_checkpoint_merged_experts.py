@@ -117,7 +117,7 @@ def test_experts_resume_with_their_own_step_counts_bitwise_identically(
     assert world.run(2, run, tmp_path, EXPERTS, kind, busy_until, False) == expected
 
 
-# Other layouts --------------------------------------------------------------------------------------------------------
+# Loading on another layout --------------------------------------------------------------------------------------------
 
 
 def save(path: Path, kind: str, busy_until: int, skipped: int | None = None) -> dict[str, Any]:

@@ -112,12 +112,17 @@ def test_saving_model_that_lacks_a_stepped_parameter_is_rejected(tmp_path: Path)
 
 
 class Extra(nn.Linear):
+    def __init__(self, state: object) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
     def get_extra_state(self) -> Any:
-        return {"calls": 3}
+        return self.state
 
 
-def test_saving_module_with_nonempty_extra_state_is_rejected(tmp_path: Path) -> None:
-    model = Extra(2, 2)
+@pytest.mark.parametrize("state", [{"calls": 3}, torch.ones(1)], ids=["dict", "tensor"])
+def test_saving_module_with_nonempty_extra_state_is_rejected(tmp_path: Path, state: object) -> None:
+    model = Extra(state)
     with pytest.raises(ValueError, match=r"_extra_state is extra state of a module, .*pass the state as extra="):
         save_checkpoint(tmp_path, model, optimizer_of(model))
 

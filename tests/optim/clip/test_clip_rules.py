@@ -456,7 +456,7 @@ def uneven(rule: Clip, dim: int) -> str:
         return f"stepped {float(params[0].detach().sum()):g}"
 
 
-def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> None:
+def test_adaptive_clipping_rejects_uneven_shards_without_full_shape_on_all_ranks(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(), 0)
     assert messages[0] == messages[1]
     assert messages[0].startswith("odd has shards of unequal sizes")

@@ -232,7 +232,7 @@ def test_stateful_rules_match_published_formulas_on_every_layout(world: World, n
             assert_as_expected(told[index], want, f"{label} on rank {rank}")
 
 
-def test_norm_sequences_make_every_rule_clip_or_skip_in_some_steps() -> None:
+def test_planted_norms_make_rules_clip_or_skip_in_some_steps_only() -> None:
     """`SkipSpikes` rules skip some of the steps with a spike and no others. The other rules skip no step, and clip in
     some steps but not in all; two rules with a threshold per parameter are exempt."""
     for label, rule in RULES.items():

@@ -148,9 +148,9 @@ def experts_on_slice(declared: bool) -> tuple[float | str, float]:
 
 def test_norm_error_names_mesh_axis_along_which_experts_differ(world: World) -> None:
     for error, _ in world.run(4, experts_on_slice, False):
-        assert str(error).startswith("replicas differ, nothing was clipped:")
+        assert str(error).startswith("replicas differ, and gradients are unchanged:")
         assert "experts: the gradient differs along axis 'ep'" in str(error)
-        assert "(if replicas may differ, give a registry, with which replicas are not compared)" in str(error)
+        assert "(if replicas may differ, pass registry=, and the call does not compare replicas)" in str(error)
 
 
 def test_norm_counts_experts_along_declared_axis_outside_their_submesh(world: World) -> None:

@@ -179,7 +179,7 @@ COPIES = {
 EXPERTS: dict[str, Any] = {"expert": "data"}
 TENSOR, FOUR = Topology(tensor=2), Topology(tensor=4)
 
-# A layer sharded by output features and one sharded by input features; the total norm is 100.
+# A column-parallel layer, and the bias of a row-parallel layer; the total norm is 100.
 LAYERS = {
     "column": Gradient((sqrt(2731.0), sqrt(3060.0)), P("tensor")),
     "column bias": Gradient((sqrt(1164.0), sqrt(1164.0)), P("tensor")),

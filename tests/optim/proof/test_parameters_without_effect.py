@@ -39,8 +39,8 @@ def undecided() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         model = Attention(registry)
         x = torch.randn(3, 5, 6, dtype=torch.float64)
         proof = prove(model, lambda model: model(x), registry)
-        # As a replicated parameter, `shift` has gradients of rounding errors that differ between its replicas. They must
-        # not count as a mistake.
+        # The gradients of `shift` are only rounding errors, which differ between ranks. If it is declared as replicated,
+        # the proof must not report this difference as a mistake.
         declare(model, {"shift": P()})
         copied = prove(model, lambda model: model(x), registry)
         found = infer(model, lambda model: model(x), registry)

@@ -219,7 +219,7 @@ def test_torch_state_dict_functions_are_rejected_for_sharded_or_master_weights(
         assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
-def test_torch_state_dict_functions_accept_replicated_parameters(world: World) -> None:
+def test_get_optimizer_state_dict_accepts_replicas_without_master_weights(world: World) -> None:
     assert world.run(2, asked_by_torch, REPLICAS, "fp32") == ["", ""]
 
 

@@ -108,8 +108,8 @@ def test_half_states_are_close_to_float32_states_at_half_the_size(world: World, 
                     assert torch.equal(value, one.state[key])
                     continue
                 assert (value.dtype, one.state[key].dtype) == (torch.bfloat16, torch.float32)
-                # Each rounding error is at most one unit, 2^-7 of the value, and at least a quarter of it (1 - beta2)
-                # decays until the next step.
+                # A rounding error is at most 2^-7 of the value. Each step multiplies the earlier errors by at most
+                # beta2 = 3/4, so their sum is less than 4 * 2^-7.
                 error = (value.double() - one.state[key].double()).abs().max() / one.state[key].abs().max()
                 assert error < 4 * 2**-7, (other.key, key)
             assert float((one.value - other.value).abs().max()) < 4 * 1e-2 * 0.1, (

@@ -34,8 +34,11 @@ MODES: dict[str, tuple[Any, torch.dtype]] = {
 
 
 def written(mode: str, states: tuple[StatePlacement, ...], reload: bool) -> float | str:
-    """Clamp all weights through ``.data`` after two steps. Return the distance of the next step from a dense SGD step,
-    or the error if the optimizer cannot be constructed."""
+    """Train two steps, clamp all weights through ``.data``, and step again, with `reload_from_model` before if ``reload``.
+
+    Return the largest error of a weight, compared with SGD from the clamped weights; or the text of the error if the
+    optimizer cannot be constructed.
+    """
     precision, dtype = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(16):
         torch.manual_seed(5)

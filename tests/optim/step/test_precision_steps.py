@@ -239,7 +239,7 @@ def test_fused_sgd_steps_all_elements_of_half_precision_parameters(mode: str, mo
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_small_updates_are_applied_on_average_with_stochastic_rounding(stochastic: bool, fused: bool) -> None:
+def test_bf16_keeps_small_updates_by_stochastic_rounding_or_float32_masters(stochastic: bool, fused: bool) -> None:
     weight = nn.Parameter(torch.ones(20000, dtype=BF16))
     optimizer = ParallelOptimizer(
         torch.optim.SGD([weight], lr=1e-3, fused=fused),

@@ -832,7 +832,7 @@ def test_micro_batch_weights_that_differ_at_equal_data_coordinate_skip_step_and_
     [({"data": 2}, 0.5), ({"tensor": 2}, 0.0), ({"data": 2, "tensor": 2}, 0.0), ({"pipe": 2, "data": 2}, 0.5)],
     ids=str,
 )
-def test_micro_batch_weights_may_differ_between_data_ranks(
+def test_micro_batch_weights_may_differ_between_data_ranks_and_in_type(
     world: World, mesh: dict[str, int], difference: float
 ) -> None:
     for errors, _, skipped, _ in world.run(

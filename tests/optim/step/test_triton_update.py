@@ -92,7 +92,9 @@ def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted,
 
 @needs_triton
 @pytest.mark.parametrize("change", CHANGES)
-def test_triton_update_after_tensors_changed_between_steps_matches_torch(interpreted: Interpreted, change: str) -> None:
+def test_triton_update_matches_torch_after_optimizer_changes_between_steps(
+    interpreted: Interpreted, change: str
+) -> None:
     """The step caches tables of addresses."""
     found, expected = interpreted(changed, change, KERNELS)
     close(found, expected)

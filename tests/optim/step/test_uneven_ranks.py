@@ -29,7 +29,7 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         a = parameter("a", 16)
         groups: list[dict[str, Any]] = [{"params": [a]}]
-        loss, b = (a * 3).sum(), None  # gradient norm of 12 on each stage
+        loss, b = (a * 3).sum(), None  # the gradient of `a` has norm 12 on each stage
         if registry.rank("pipe") == 0:
             b = parameter("b", 16)
             groups.append({"params": [b], "max_norm": 1.0})

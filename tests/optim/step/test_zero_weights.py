@@ -110,7 +110,7 @@ def test_micro_batches_with_weight_0_do_not_change_global_norm(
 
 @pytest.mark.default_cases(len(HOW))
 @pytest.mark.parametrize("how", HOW)
-def test_norm_differs_from_dense_norm_if_losses_with_weight_0_count(world: World, how: str) -> None:
+def test_norm_is_wrong_if_losses_of_weight_0_are_not_masked(world: World, how: str) -> None:
     counts: Counts = ((2, 0),) if how == "tensor" else ((2, 1), (3, 0))
     for masks in (True, False):
         for found in world.run(2, norm_of, counts, how, "numbers", masks):

@@ -18,7 +18,7 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class Layer(nn.Module):
-    """An [out, in] layer, sharded by outputs with a sharded activation, or by inputs with an all-reduced output."""
+    """A linear layer with a weight [out, in]: column-parallel with a sharded output, row-parallel, or replicated."""
 
     def __init__(self, full: Tensor, spec: P, registry: ProcessGroupRegistry) -> None:
         super().__init__()

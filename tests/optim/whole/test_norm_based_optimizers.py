@@ -234,7 +234,7 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
         assert largest_error([own[index] for own in by_rank], alone(layout, make, 6)) > 1e-3, NAMES[index]
 
 
-# Collectives, overflow, precision -------------------------------------------------------------------------------------
+# Properties of a step, and checkpoints --------------------------------------------------------------------------------
 
 
 def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: World) -> None:

@@ -16,7 +16,7 @@ lines, then one of its faults. The tests are the files that name the changed fun
 resemble those of the function.
 ``--seconds`` limits each run of tests. With a short limit, "endless" also counts runs that would pass or fail later.
 
-``--record RECORD.json`` runs the tests of the library once, and records which tests execute which code.
+``--record RECORD.json`` plants no faults. It runs the tests of the library once, and records the code that each executes.
 ``--executed RECORD.json`` runs the tests that execute the changed code, instead of those chosen by names: as many as take a
 minute without a fault, half of them those that execute the least other code, and half of them from the test files chosen
 above. A fault in code that no test executes survives without a run.
@@ -497,7 +497,7 @@ LISTED: list[Fault] = [
         "mine is known or (type(mine) is type(known) is float and mine == known)",
         "mine is known and (type(mine) is type(known) is float and mine == known)",
     ),
-    # Survivors of --fresh 2615 200
+    # Survivors of ``--fresh 2615 200``
     Fault(
         "optim/checkpoint/contents.py",
         "(isinstance(value, Tensor) and value.numel() == 0)",
@@ -788,7 +788,7 @@ def executing_tests(fault: Fault, executed: Record, seconds: float = SECONDS_OF_
     """Return tests that execute the code of a fault, and that take at most ``seconds`` together: alternately the next one
     that executes the least other code, and the next one in the order of `_by_names`.
 
-    Return the test files of `closest_tests` for code that is executed on import.
+    Return the test files of `closest_tests` for code outside blocks: code that is executed on import, and Triton kernels.
     """
     specific = executed.tests_of(fault.file, fault.line)
     if specific is None:
@@ -973,6 +973,7 @@ def main() -> None:
             files = [str(path.relative_to(ROOT)) for path in core_files()]
             tests = options.tests or [f"tests/{name}" for name in ("amp", "mistakes", "optim", "parallel")]
             record(copy_of_repository(Path(folder)), files, options.record, options.processes, tests)
+        return
     faults = [fault for fault in LISTED if fault.key not in EQUIVALENT] if options.listed else []
     faults += draw(options.random, options.seed, tuple(options.only))
     faults += draw_fresh(options.fresh[1], options.fresh[0])

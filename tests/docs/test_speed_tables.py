@@ -24,7 +24,10 @@ FOLDER = ROOT / "tests" / "benchmarks"
 SMALL: dict[str, list[tuple[str, list[str]]]] = {
     "bits": [("--only overlap", ["overlap: "])],
     "checkpoint": [("--rounds 2 --mib 0.1", ["save", "load"])],
-    "code_mutants": [("--listed --random 3 --show", ["faults: "])],
+    "code_mutants": [
+        ("--listed --random 3 --show", ["faults: "]),
+        ("--record /dev/null --processes 0 --tests tests/optim/norm/test_stats.py", ["blocks: "]),
+    ],
     "dtensor_clip": [("--counts 10 20 --rounds 1 --torch-limit 10", ["       10 ", "       20 "])],
     "fingerprints": [("--seconds 0.01 --width 16 --clean 0", ["no watch"])],
     "fixed_order": [("--ranks 2 --elements 12000 --rounds 1", ["    2 "])],

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 SIZE = 1 << 16  # hits
+_FUTURE = "from __future__ import annotations"
 _COMPOUND = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.Match
 _IMPORT = """
 try:
@@ -45,9 +46,12 @@ def instrumented(text: str, first: int) -> tuple[str, list[tuple[int, int]]]:
         first: The number of the first block.
 
     Returns:
-        The code, and the first and the last line of each block. Blocks within a block follow it.
+        The code, and the first and the last line of each block. Blocks within a block follow it. Modules without the line
+        `_FUTURE` have no blocks: they contain Triton kernels, which cannot assign to ``_hits``, or no functions.
     """
     lines, blocks, before = text.splitlines(), list[tuple[int, int]](), dict[int, list[int]]()
+    if _FUTURE not in lines:
+        return text, blocks
 
     def visit(body: list[ast.stmt]) -> None:
         starts = not (body and lines[body[0].lineno - 1].lstrip().startswith("elif"))
@@ -68,8 +72,7 @@ def instrumented(text: str, first: int) -> tuple[str, list[tuple[int, int]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             visit(node.body)
-    after = max((node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 0
-                 and node.module == "__future__"), default=0)  # fmt: skip
+    after = lines.index(_FUTURE) + 1
     written = []
     for number, line in enumerate(lines, 1):
         indent = line[: len(line) - len(line.lstrip())]
@@ -111,23 +114,12 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
     folder.mkdir()
     search_path = os.pathsep.join([str(copy / "src"), str(Path(__file__).parent)])
     environment = {**os.environ, "PYTHONPATH": search_path, "MESHSTEP_HITS": str(folder)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "executed_blocks",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        str(processes),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-pexecuted_blocks", "-pno:cacheprovider", f"-n{processes}"]
     subprocess.run([*command, *arguments], cwd=copy, env=environment, check=False)
     tests = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
     to.write_text(json.dumps({"blocks": blocks, "tests": sorted(tests)}))
     hit = set[int]().union(*(found for _, _, found in tests))
-    print(f"{len(tests)} tests executed {len(hit)} of {count} blocks")
+    print(f"blocks: {len(hit)} of {count} executed by {len(tests)} tests")
 
 
 class Record:
@@ -150,7 +142,7 @@ class Record:
     def tests_of(self, file: str, line: int) -> list[str] | None:
         """Return the tests that executed the innermost block with ``line``, those first that execute the fewest blocks.
 
-        None: no block has the line, because it is executed on import.
+        None: no block has the line, because it is executed on import or is part of a Triton kernel.
         """
         around = [number for first, last, number in self.blocks.get(file, ()) if first <= line <= last]
         if not around:

@@ -23,7 +23,9 @@ def refused(topology: Topology, spec: P, ignored: bool) -> None:
         if ignored:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["experts"])
         ddp = DistributedDataParallel(model)
-        said = r"experts is declared P\(.*, with different shards along a data axis, so DistributedDataParallel must not"
+        said = (
+            r"experts is declared P\(.*, with different shards along a data axis, so DistributedDataParallel must not"
+        )
         with pytest.raises(ValueError, match=said):
             ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=ddp)
 

@@ -439,10 +439,11 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 def find_misplaced_ddp(
     params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
-    """Find a sharded parameter in a `DistributedDataParallel` (DDP) whose process group has ranks outside the data axes.
+    """Find a sharded parameter in a `DistributedDataParallel` (DDP) whose ranks hold different shards of it.
 
-    Such a DDP averages gradients of different shards. The function searches all modules of the process, because a
-    parameter has no reference to its DDP module.
+    Such a DDP overwrites the shards with those of its first rank, and averages the gradients of different shards. The
+    function searches all modules of the process, because a parameter has no reference to its DDP module. Parameters
+    that the DDP ignores are accepted.
 
     Args:
         params: The model's parameters.
@@ -453,21 +454,28 @@ def find_misplaced_ddp(
     Collectives: none. Host synchronization: none.
     """
     topology = registry.topology
-    replicas = {*topology.peers(registry.global_rank, *topology.data_axes)}
-    sharded = {
-        id(param): entry.name
-        for param, entry in zip(params, entries, strict=True)
-        if topology.size(*(axis for axis in entry.spec.distinct_axes(topology) if axis not in topology.data_axes)) > 1
-    }
+    sharded: dict[int, tuple[str, tuple[str, ...]]] = {}
+    for param, entry in zip(params, entries, strict=True):
+        distinct = entry.spec.distinct_axes(topology)
+        if topology.size(*distinct) > 1:
+            sharded[id(param)] = entry.name, tuple(axis for axis in topology.data_axes if axis not in distinct)
     classes = _with_subclasses(DistributedDataParallel)
     # There can be millions of objects, and a lookup in a set of classes is faster than isinstance.
     objects: list[object] = gc.get_objects() if sharded else []
     for module in objects:
         if type(module) not in classes or not isinstance(module, DistributedDataParallel):
             continue
-        name = next((sharded[id(param)] for param in module.parameters() if id(param) in sharded), None)
-        if name is not None and not {*(ranks := dist.get_process_group_ranks(module.process_group))} <= replicas:
-            return name, sorted(ranks)
+        ranks = dist.get_process_group_ranks(module.process_group)
+        # Set by torch's DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
+        ignored = getattr(module.module, "_ddp_params_and_buffers_to_ignore", ())
+        for path, submodule in module.module.named_modules():
+            for attribute, param in submodule.named_parameters(recurse=False):
+                # torch looks up ".weight" for the outermost module's own parameters, so it never ignores these.
+                if id(param) not in sharded or f"{path}.{attribute}" in ignored:
+                    continue
+                name, replicated = sharded[id(param)]
+                if not {*ranks} <= {*topology.peers(registry.global_rank, *replicated)}:
+                    return name, sorted(ranks)
     return None
 
 

@@ -620,9 +620,7 @@ def ddp_over_the_world(run: Run) -> None:
 
 @mistake(
     "data=2,tensor=2",
-    Error(
-        ValueError, "a DistributedDataParallel over the ranks [0, 1, 2, 3] ... or don't wrap it", stepped_before=True
-    ),
+    Error(ValueError, "a DistributedDataParallel over the ranks [0, 1, 2, 3] ... don't wrap it", stepped_before=True),
     write='create it with `process_group=registry.group("data")`, and pass `data_parallel=model`',
 )
 def ddp_over_the_world_not_named(run: Run) -> None:
@@ -632,6 +630,25 @@ def ddp_over_the_world_not_named(run: Run) -> None:
     for x, y in run.batches():
         optimizer.zero_grad()
         optimizer.backward(mse(model, x, y))
+        optimizer.step()
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "a DistributedDataParallel over the ranks [0, 1] wraps ... don't wrap it", stepped_before=True),
+    write="don't wrap the model: `step()` averages gradients over the data axes",
+)
+def ddp_with_experts_not_named(run: Run) -> None:
+    """`DistributedDataParallel` over parameters that are sharded over a data axis, without `data_parallel=`."""
+    model = run.model
+    for module in model.modules():
+        for name in dict(module.named_parameters(recurse=False)):
+            declare(module, {name: P("data")})
+    wrapped = DistributedDataParallel(model)
+    optimizer = run.optimizer()
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        optimizer.backward(mse(wrapped, x, y))
         optimizer.step()
 
 

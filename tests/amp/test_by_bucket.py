@@ -1,4 +1,4 @@
-"""Items in runs of bounded size."""
+"""Splitting a list of items into runs of bounded total size."""
 
 from __future__ import annotations
 

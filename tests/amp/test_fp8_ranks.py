@@ -57,7 +57,10 @@ def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def compare_1d_layer(kind: str, sequence: bool, agree: bool, scales: Literal["tensor", "row"] = "tensor") -> int:
-    """Compare a prepared 1-D layer with the unsharded one, and return the collectives per step that share maxima."""
+    """Compare a prepared 1-D layer with the unsharded one. ``agree=False``: the ranks do not share the scales.
+
+    Return the number of collectives per forward and backward that share maxima.
+    """
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
         cls = ColumnParallelLinear if kind == "column" else RowParallelLinear

@@ -118,7 +118,7 @@ def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-def test_ranks_without_gradients_get_the_grad_scale_of_other_ranks(world: World, kind: str) -> None:
+def test_ranks_without_gradients_get_the_loss_scale_of_other_ranks(world: World, kind: str) -> None:
     assert world.run(4, steps_without_gradients, kind, True) == [[SCALE / 2, SCALE / 2, SCALE]] * 4
     assert world.run(4, steps_without_gradients, kind, False) == [[SCALE, SCALE * 2, SCALE * 2]] * 4
 

@@ -373,10 +373,8 @@ def test_stochastic_rounding_peak_memory_of_a_step_is_bounded_by_bucket_size() -
 
 
 def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
-    """Round four weights on tensor=2, pipe=2: owned by coordinate 0, replicated, sharded, and tied over the stages.
-
-    Return the values.
-    """
+    """Return four weights on pipe=2,tensor=2 after five steps: owned by coordinate 0, replicated, sharded, and tied over
+    the stages."""
     topology = Topology(pipe=2, tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         specs = {

@@ -161,7 +161,7 @@ def place(name: str) -> tuple[str, str, int]:
 
 
 def upward_imports(found: Set[ImportEdge], package: str) -> list[str]:
-    """Return the imports of a package from its same or higher layers, or from a higher package."""
+    """Return the imports by files of ``package`` from another part of the same or a higher layer, or a higher package."""
     bad = []
     for source, target in sorted(found):
         (own, part, layer), (other, other_part, other_layer) = place(source), place(target)

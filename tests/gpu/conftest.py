@@ -1,4 +1,4 @@
-"""Every test here runs on a GPU and, at a smaller size, on the CPU, so that mistakes in a test show on any machine."""
+"""A test with the fixture `device` runs on a GPU and, at a smaller size, on the CPU: any machine shows its mistakes."""
 
 from __future__ import annotations
 

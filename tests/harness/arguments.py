@@ -1,4 +1,4 @@
-"""Convert short option words from test tables into arguments of `ParallelOptimizer`."""
+"""Convert the short option names of test tables into arguments of `ParallelOptimizer`."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def arguments(**options: Any) -> dict[str, Any]:
 
 
 def link_of(optimizer: ParallelOptimizer, kind: type[AnyTransform]) -> AnyTransform:
-    """Return the transform of this kind in the optimizer's chain."""
+    """Return the optimizer's first parameter transform of the class ``kind``."""
     return next(transform for transform in optimizer._states.transforms if isinstance(transform, kind))

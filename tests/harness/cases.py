@@ -89,10 +89,8 @@ class Case:
 
 
 def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
-    """Return the shard of ``full`` that ``rank`` holds. A dim that does not divide is split like torch.chunk, so the
-    last shards may be empty.
-
-    A dim with `blocks` must divide evenly.
+    """Return the shard of ``full`` that ``rank`` holds. A dim is split like torch.chunk, so the last
+    shards may be shorter or empty; a dim with `blocks` must divide evenly.
     """
     for dim in range(full.dim()):
         axes = spec.dim_axes(dim)

@@ -58,7 +58,7 @@ def sealed(checkpoint: Path, saved: bytes | None = None) -> None:
     """Rewrite the manifest so that all its checksums match the current files.
 
     Args:
-        saved: The content of meshstep.json as it was saved; default: its current content.
+        saved: The content of meshstep.json as it was saved. None: its current content.
     """
     file = checkpoint / "meshstep.json"
     try:

@@ -63,7 +63,8 @@ class Layout(NamedTuple):
     Args:
         specs: Specs by parameter name, in axes of the mesh.
         stages: The pipeline stage by parameter name, for parameters on one stage only.
-        said: The specs that the user declares, for parameters whose specs use axis aliases (`Topology`).
+        said: The specs that the user declares with axis aliases (``aliases=`` of `Topology`), by parameter name; for
+            all other parameters the user declares `specs`.
         meshes: Which parameters are DTensors: for each dim of their mesh its axes and the sharded tensor dim (None:
             replicated).
     """
@@ -263,7 +264,7 @@ class Case:
         idle: Whether some shards, and some ranks' replicas, have no gradient in some micro-batches or whole steps.
         absent: Whether a rank whose parameters are in no loss of a micro-batch may pass None as the loss.
         overflow: The step in which one element of one gradient is infinite, or None.
-        vetoed: The step that one rank vetoes, or None.
+        vetoed: The step that one rank rejects through ``commit=``, or None.
         added: The step before which a param group is added; None: it exists from the beginning.
         frozen: A parameter, the step before which it is frozen (0: before the optimizer is constructed), and the step
             before which it is unfrozen, or None.
@@ -325,7 +326,7 @@ class Case:
         return zlib.crc32(repr((self.seed, *key)).encode())
 
 
-# What a rank computes with ------------------------------------------------------------------------------------------------
+# The data of a rank ------------------------------------------------------------------------------------------------
 
 
 def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) -> int:

@@ -121,7 +121,7 @@ class Rank:
         return named if self.setting.named else [param for _, param in named]
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the optimizer as words, see `arguments`."""
+        """Return the optimizer's options by the short names that `arguments` converts."""
         case, setting = self.case, self.setting
         options: dict[str, Any] = {
             "precision": case.mode.precision,
@@ -312,7 +312,7 @@ def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
     assert case.resumed is not None
     with registry_of(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
-        # Constructed like the run before, or with the parameter that was added or frozen since then.
+        # Construct the optimizer as in the first run, or in the state of its last step: with the group that was added.
         adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)
         made_in = 0 if adds_group else last
         report, rank = Report(), Rank(case, case.resumed, registry, step=made_in, moved=1.0, device=device)
@@ -363,14 +363,16 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry, devi
     try:
         ParallelOptimizer(inner, registry, **arguments(**options))
     except ValueError as error:
-        problems = [] if DIFFERING[what] in str(error) else [f"{what} differs, but it said: {error}"]
+        problems = [] if DIFFERING[what] in str(error) else [f"{what} differs, but the error is: {error}"]
     else:
         return [f"{what} differs, but this rank raised no error"]
     unchanged = all(
         len(group["params"]) == len(before) and all(map(_same, group["params"], before))
         for group, before in zip(inner.param_groups, params, strict=True)
     )
-    return problems if unchanged and not inner.state else [*problems, f"{what} differs, and something was changed"]
+    return (
+        problems if unchanged and not inner.state else [*problems, f"{what} differs, and param groups or state changed"]
+    )
 
 
 def problems_of_lost_gradient(rank: Rank, optimizer: ParallelOptimizer[Any]) -> list[str]:
@@ -403,11 +405,11 @@ def problems_of_lost_gradient(rank: Rank, optimizer: ParallelOptimizer[Any]) -> 
             rank.step(optimizer, STEPS)
             optimizer.poll()
         except (RuntimeError, ReplicaMismatchError) as error:
-            problems = [] if lost in str(error) else [f"a gradient of {lost} is missing, but it said: {error}"]
+            problems = [] if lost in str(error) else [f"a gradient of {lost} is missing, but the error is: {error}"]
         else:
             problems = [f"a replica of {lost} has no gradient at {without}, but this rank raised no error"]
     same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
-    return problems if same else [*problems, f"{lost} has no gradient at {without}, and the model was stepped"]
+    return problems if same else [*problems, f"{lost} has no gradient at {without}, and its weights changed"]
 
 
 def _has_peers(rank: Rank, differing: int) -> bool:
@@ -455,8 +457,10 @@ def _other_weights(rank: Rank, other: bool) -> list[str]:
     try:
         rank.step(rank.optimizer(), number=STEPS)  # a step without an overflow
     except ReplicaMismatchError as error:
-        problems = [] if "vector: the parameter differs" in str(error) else [f"weights differ, but it said: {error}"]
+        problems = (
+            [] if "vector: the parameter differs" in str(error) else [f"weights differ, but the error is: {error}"]
+        )
     else:
         problems = ["replicas of a parameter differ, but this rank raised no error"]
     same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
-    return problems if same else [*problems, "weights differ, and were stepped"]
+    return problems if same else [*problems, "replicas of a parameter differ, and weights changed"]

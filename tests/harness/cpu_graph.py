@@ -35,8 +35,8 @@ def _place(tensor: Tensor) -> int:
 
 
 class _Noting(TorchDispatchMode):
-    """Records operators. It also runs them to learn their shapes, and saves the contents of the memory that they
-    touch."""
+    """Dispatch mode that records operators. It also runs them, because their results are needed for shapes, and saves
+    the earlier contents of the memory that they touch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ class CpuGraph:
                         old.copy_(new)
 
 
-# The functions of ``torch.cuda`` that code which captures graphs calls.
+# Replaces ``torch.cuda`` in code that captures CUDA graphs.
 CUDA_OF_THE_CPU = SimpleNamespace(
     is_available=lambda: True,
     CUDAGraph=CpuGraph,

@@ -19,13 +19,16 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
     """Assert equal shapes and values within the dtype's tolerance, relative to the largest expected value."""
-    assert actual.shape == expected.shape, f"{tuple(actual.shape)} for {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected shape {tuple(expected.shape)}"
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-300)
     assert error <= TOLERANCE[dtype or actual.dtype], f"relative error {error:.2e}"
 
 
 def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """Return the gradient of the logical parameter; partial gradients are summed, as the optimizer does."""
+    """Return the full gradient of a parameter; partial gradients are summed, as the optimizer does.
+
+    ``param`` is None on a rank that does not hold the parameter.
+    """
     grad = None
     if param is not None:
         assert param.grad is not None
@@ -67,7 +70,7 @@ def assert_layer_is_dense(
     Shards may have unequal sizes.
 
     Args:
-        x: The full input; ids have no gradient.
+        x: The full input; its gradient is compared only if its dtype is a floating-point type.
         takes, gives: The layouts of input and output.
         specs: The specs of all parameters that the layer declares, including those that this rank does not hold. If
             the dense weight is the transpose, it is transposed for the comparison.

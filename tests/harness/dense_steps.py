@@ -58,8 +58,8 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. Must not be
-    modified."""
+    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. The
+    result is cached, so do not modify it."""
     return _elements(setting.layout, name, setting.at.topology.rank(**at))
 
 

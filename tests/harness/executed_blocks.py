@@ -6,7 +6,7 @@ loop, or the rest of a body after one of these. The hits are bytes of a file tha
 process and of all processes that it starts, so that the hits of ranks count too. After each test, the pytest plugin in this
 module stores the hits and sets them to zero.
 
-The hits of a fixture of a module or of the session count for each test that uses it.
+The hits of a fixture that several tests share count for each test that uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-SIZE = 1 << 16  # hits
+SIZE = 1 << 16  # bytes, one per block: the largest number of blocks
 _FUTURE = "from __future__ import annotations"
 _COMPOUND = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.Match
 _IMPORT = """
@@ -175,7 +175,7 @@ def _take() -> set[int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
-    """Store the hits of a fixture of a module or of the session."""
+    """Store the hits of a fixture that several tests share: any fixture whose scope is not a function."""
     if fixturedef.scope == "function":
         return (yield)
     before = _take()

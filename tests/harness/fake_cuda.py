@@ -47,11 +47,11 @@ class Log:
 
     Args:
         launches: Names of the operators that run on the GPU.
-        kernels: The approximate number of kernels that they launch; see `kernels`.
+        kernels: The approximate number of kernels that they launch; see kernels.py.
         waits: Operators that block the host, with the place in meshstep that calls them.
         transfers: Copies between host and GPU, blocking or not.
         collectives: Collectives, with the device of the tensor that is sent.
-        traffic: The bytes that the operators read and write on the GPU, if the log counts them; see `traffic`.
+        traffic: The bytes that the operators read and write on the GPU, if the log counts them; see traffic.py.
     """
 
     launches: list[str] = field(default_factory=list)

@@ -32,7 +32,7 @@ class FixedRun:
     """The settings of a run that all numbers of data ranks share.
 
     Args:
-        total: D * K, the number of micro-batches per window over all data ranks.
+        total: The number of micro-batches per accumulation window, over all data ranks.
         steps: The number of steps.
         precision: The precision mode.
         states: "whole", "zero1", "zero2", "offloaded", "zero1 offloaded" or "zero2 offloaded".

@@ -212,7 +212,7 @@ def _prepare_server() -> None:
         try:
             _serve(theirs)
         except SystemExit:
-            pass  # the server ends so after the program
+            pass  # the server raises this error after the program has ended
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

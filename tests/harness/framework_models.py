@@ -29,7 +29,7 @@ class Sharded(NamedTuple):
 
 
 class Float64(TorchFunctionMode):
-    """Computes in float64 where code asks for float32 or bfloat16."""
+    """Mode that replaces `Tensor.float()`, `Tensor.bfloat16()` and the argument `torch.float32` by float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.bfloat16):

@@ -112,6 +112,8 @@ def full_parameters(model: Lm) -> dict[str, Tensor]:
     for name, spec in {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}.items():
         whole = join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, topology)
         if name in held:
-            assert torch.equal(shard(whole, spec, model.registry, uneven=True), held[name][1]), f"a copy of {name}"
+            assert torch.equal(shard(whole, spec, model.registry, uneven=True), held[name][1]), (
+                f"replicas of {name} differ"
+            )
         full[name] = whole.t() if name in ("up.weight", "down.weight") else whole
     return full

@@ -30,7 +30,7 @@ MAKES: dict[str, Callable[..., HomeOptimizer]] = {"soap": soap, "shampoo": shamp
 
 
 def unbound(kind: str) -> Callable[..., HomeOptimizer]:
-    """Return a constructor of the optimizer without its binding to the mesh, which treats shards as full matrices."""
+    """Return a constructor of the optimizer whose `bind` does nothing, so that it treats shards as full matrices."""
     return {"soap": bare_soap, "shampoo": bare_shampoo, "adafactor": bare_adafactor}[kind]
 
 

@@ -44,17 +44,17 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
         found += [problem for pair in zip(first, second, strict=True) for problem in other_bits(*pair)]
     for report in second or ():
         if report.skipped != dense.skipped:
-            found.append(f"{report.skipped} steps were skipped for {dense.skipped}")
+            found.append(f"{report.skipped} steps were skipped, expected {dense.skipped}")
     for report in first:
         if report.skipped != (dense.skipped if went_on else skipped):
-            found.append(f"{report.skipped} steps were skipped for {skipped}")
+            found.append(f"{report.skipped} steps were skipped, expected {skipped}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
             # The rounding error of a sum is relative to its largest term, even if this term cancels.
             rounding, absolute = case.mode.norm_rounding, dense.absolute_norms[number]
             allowed = rounding * absolute if rounding > 1e-6 else max(rounding * norms[number], 2**-22 * absolute)
             if not (abs(norm - norms[number]) < allowed if isfinite(norms[number]) else not isfinite(norm)):
-                found.append(f"step {number}: norm {norm} for {norms[number]}")
+                found.append(f"step {number}: norm {norm}, expected {norms[number]}")
     return found
 
 

@@ -93,7 +93,7 @@ class Plan:
 
 
 class Model(nn.Module):
-    """A model with every kind of state: batch norm, dropout, sharded layers."""
+    """A model with batch norm and dropout, and with two layers that are sharded if the mesh has an axis ``tensor``."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Print every error message of the library for review: `python tests/harness/messages.py`.
 
-The messages are taken from the source: the argument of each raised exception, and the return values of functions that
-build one. Parts that are only known at run time stand in braces, as in an f-string.
+The messages are the arguments of all calls in the source that construct an exception. Parts that are only known at run
+time stand in braces, as in an f-string.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
 Four outcomes are allowed, and each is checked on real ranks:
 
 * `Right`: no error, no warning, and the weights are those of a dense model in float64.
-* `Error`: an exception on every rank whose text states the correction; no wrong update before it.
+* `Error`: an exception on every rank, or on the ranks that the outcome names; its text states the correction, and no
+  wrong update precedes it.
 * `Warned`: a warning states the correction; the weights are correct, or as ``then`` says.
 * `AsTorch`: torch alone gives the same result for the same mistake; docs/reference/LIMITS.md lists it.
 
@@ -250,7 +251,7 @@ class AsTorch(Right):
 
 @dataclass(frozen=True)
 class Error:
-    """An exception on every rank.
+    """An exception on every rank, or on ``ranks`` only.
 
     Args:
         kind: The class of the exception, or a base class.
@@ -427,10 +428,10 @@ def check(one: Mistake, world: World) -> None:
         world.close()  # a process group in which a rank got no reply is unusable
     outcome, said = one.outcome, [text for result in results for text in result.said]
     if isinstance(outcome, Warned):
-        assert any(matches(outcome.shown, text) for text in said), f"no rank said {outcome.shown!r}, but {said}"
+        assert any(matches(outcome.shown, text) for text in said), f"no rank warned {outcome.shown!r}, but {said}"
         outcome = outcome.then
     else:
-        assert not said, f"a warning: {said[0]}"
+        assert not said, f"unexpected warning: {said[0]}"
     if isinstance(outcome, Error):
         check_error(outcome, results, topology, one.mode)
     else:

@@ -1,4 +1,4 @@
-"""Remove a warning of torch that its stores can't resolve host names, which conftest.py prevents."""
+"""Remove torch's warning that a store cannot resolve host names, because conftest.py disables name servers."""
 
 from __future__ import annotations
 

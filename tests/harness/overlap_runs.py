@@ -36,8 +36,12 @@ class Replica(Odd):
 
 @dataclass
 class Watch:
-    """Logs buckets: those whose reduction started, by their first parameter, and the number started by backward
-    hooks."""
+    """Log of the gradient buckets whose reduction started.
+
+    Attributes:
+        order: The index of the first parameter of each bucket, in the order in which the reductions started.
+        early: The buckets whose reduction a backward hook started.
+    """
 
     order: list[int] = field(default_factory=list)
     early: list[Reducible] = field(default_factory=list)
@@ -146,14 +150,14 @@ class Windows:
                 self.micro_batch(10 * step + index)
 
     def micro_batch(self, index: int) -> None:
-        """Run one backward; with "idle" the last rank computes nothing, with "unused" only the first rank uses all
-        parameters."""
+        """Run one backward. The last rank passes no loss with "idle", and does not call backward with "silent"; with
+        "unused" only the first rank uses all parameters."""
         rank, size = self.registry.coordinate["data"], self.registry.size("data")
         if self.how == "idle" and rank == size - 1:
             self.optimizer.backward(None)
             return
         if self.how == "silent" and rank == size - 1:
-            return  # without calling backward at all
+            return
         x = inputs(index, rank).to(self.model.gain.dtype)
         loss = self.model(x, use=self.how != "unused" or rank == 0)
         if self.how == "backward without optimizer":

@@ -279,6 +279,6 @@ class Dense:
             self.weights[key] = self.weights[key] - self.lr * self.buffers[key]
 
     def in_groups(self, full: Full) -> Iterator[list[Key]]:
-        """Return the logical parameters of each param group."""
+        """Yield the logical parameters of each param group."""
         for names in GROUPS:
             yield [key for key in full if key[0] in names]

@@ -42,8 +42,8 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises on any operation that waits for a tensor's value: ``.item()``, ``bool(t)``, ``torch.equal``,
-    ``nonzero``."""
+    """Raises on the operators in `_READS`, which copy a tensor's value to the host: ``.item()``, ``bool(t)``,
+    ``torch.equal``, ``nonzero``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.split("::")[-1] in _READS:

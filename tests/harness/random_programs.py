@@ -318,6 +318,6 @@ def recorded(drawn: Drawn) -> list[Program]:
         tempfile.TemporaryDirectory() as directory,
         small_buckets(100),
         mock.patch.object(gradient_sync, "BUCKET_BYTES", 100),
-        mock.patch.object(ReplicaCheck, "mismatches", return_value=[]),  # checksums were not computed
+        mock.patch.object(ReplicaCheck, "mismatches", return_value=[]),  # the backend sends no checksums
     ):
         return programs_of(drawn.topology.world_size, lambda: run(drawn, directory))

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from torch.utils._pytree import tree_leaves
 
 BACKEND = "recording"
-PATIENCE = 20.0  # timeout in seconds of a rank that waits for the objects of others
+PATIENCE = 20.0  # timeout in seconds of a rank that waits for the objects of other ranks
 _GATHERS = ("allgather", "all_gather_single", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
 _COLLECTIVES = (

@@ -129,7 +129,7 @@ class Net(nn.Module):
     Args:
         full: The full weights; this rank keeps its shards.
         registry: The process groups.
-        mistakes: Names of mistakes in the forward pass; see `forward`.
+        mistakes: Names of mistakes in the forward pass; see `body`.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Training:
         return x, classes
 
     def groups(self, model: Net) -> list[dict[str, Any]]:
-        """Return two param groups: with and without weight decay."""
+        """Return the param groups: with and without weight decay; one group for Adagrad, and for Muon."""
         from fnmatch import fnmatchcase
 
         named = [(name, param) for name, param in model.named_parameters() if name not in self.left_out]
@@ -331,6 +331,7 @@ class Planted:
         parameters: The parameters of which one must be named. Empty: any; None: no parameter.
         against: The layouts of the right training.
         step: The step of the first difference.
+        right: Changes the right training. Default: without a mistake.
     """
 
     script: Script

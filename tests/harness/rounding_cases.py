@@ -29,7 +29,11 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def stepped_on_ranks(states_only: bool) -> dict[str, list[list[float]]]:
-    """Return the bfloat16 tensors of parameters that are replicated or sharded over two tensor ranks."""
+    """Return the bfloat16 tensors (weight and states) of two parameters after three steps on data=2,tensor=2.
+
+    The parameter "whole" is replicated, and "sharded" is sharded over ``tensor``. With ``states_only``, the weights are
+    float32, and `HalfStates` rounds the states.
+    """
     topology = Topology(data=2, tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         dtype = F32 if states_only else BF16

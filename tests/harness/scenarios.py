@@ -233,7 +233,8 @@ def full_tensors(scenario: Scenario, model: nn.Module | None, registry: ProcessG
 
 @dataclass(frozen=True)
 class Run:
-    """The report of a rank: full initial and final parameters, norms, and the last step's gradients after clipping."""
+    """The report of a rank: full initial and final parameters, norms, the last step's gradients after clipping (empty
+    with sharded states), and the norms as bytes."""
 
     start: Full
     end: Full

@@ -173,7 +173,7 @@ def differences(run: Run, reference: Run, mode: str) -> list[str]:
     found = []
     for step, (norm, expected) in enumerate(zip(run.norms, reference.norms, strict=True)):
         if not abs(norm / expected - 1) <= of_norm:
-            found.append(f"norm of step {step}: {norm:.6f} for {expected:.6f}")
+            found.append(f"norm of step {step}: {norm:.6f}, expected {expected:.6f}")
     for name, weight in run.weights.items():
         expected_weight = reference.weights[name]
         error = float((weight - expected_weight).abs().max() / expected_weight.abs().max())

@@ -36,6 +36,7 @@ def run(
     earlier run's checkpoint of two steps.
 
     Args:
+        ours: True: train with the recipe. False: train with the plain Trainer.
         mesh: The sizes fsdp x tp. None: the model is replicated, and the Trainer wraps it in DistributedDataParallel.
     """
     transformers.utils.logging.disable_progress_bar()

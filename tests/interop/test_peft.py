@@ -367,7 +367,7 @@ def saved_from_peft(path: str, folder: str) -> Tensor:
 def test_adapters_of_peft_are_saved_in_full_from_sharded_model(
     world: World, saved: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """PEFT alone would save the shards of one rank only, a mistake that was published."""
+    """PEFT alone would save the shards of one rank only."""
     path, folder = saved("qwen3"), str(tmp_path / "adapter")
     logits = world.run(2, saved_from_peft, path, folder)[0]
     torch.testing.assert_close(loaded_by_peft(path, folder), logits, rtol=1e-12, atol=1e-12)

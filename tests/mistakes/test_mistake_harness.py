@@ -137,8 +137,8 @@ def test_mistake_harness_accepts_the_stated_outcome(script: Script, outcome: Out
     [
         (other_learning_rate, Right(), "is off by"),
         (one_bit, Right(), "down.bias differs between ranks 0 and 1"),
-        (warned, Right(), "a warning: a remedy"),
-        (correct, Warned("a remedy"), "no rank said"),
+        (warned, Right(), "unexpected warning: a remedy"),
+        (correct, Warned("a remedy"), "no rank warned"),
         (correct, REMEDY, "rank 0 raised nothing"),
         (error_after_right_steps, Right(), "ValueError: a remedy"),
         (error_on_one_rank, REMEDY, "rank 0 raised nothing"),

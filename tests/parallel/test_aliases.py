@@ -141,7 +141,6 @@ def test_spec_resolve_replaces_aliases_by_their_axes() -> None:
 def test_sharding_over_alias_equals_sharding_over_one_axis_of_same_size(
     length: int, sizes: tuple[int, int, int]
 ) -> None:
-    """An alias shards a dim exactly as a single axis of the same size does, also if the shards are uneven."""
     one = Topology(data=sizes[0] * sizes[1], tensor=sizes[2])
     two = Topology(edp=sizes[0], mid=sizes[1], tensor=sizes[2], aliases={"data": ("edp", "mid")})
     for spec in (P("data"), P(("tensor", "data")), P(("data", "tensor"))):

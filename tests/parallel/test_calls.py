@@ -91,7 +91,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
     """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code.
 
-    Return what `error_of` returns.
+    Return the result of `error_of`.
     """
     mark = path / "mark"
     with ProcessGroupRegistry(Topology(tensor=2), exclusive_groups=True) as registry:

@@ -314,7 +314,7 @@ def rejected() -> None:
                 all_to_all(rows, registry, "tensor", split_dim=0, **wrong)
 
 
-def test_collectives_reject_bad_input_before_communicating(world: World) -> None:
+def test_collectives_reject_bad_input_on_every_rank(world: World) -> None:
     world.run(2, rejected)
 
 
@@ -343,7 +343,7 @@ def test_collectives_issue_at_most_one_operation_per_forward_and_backward(world:
     }
 
 
-def test_chunks_of_a_short_dim_are_empty_on_the_last_ranks() -> None:
+def test_uneven_chunks_match_torch_chunk_and_are_empty_on_remaining_ranks() -> None:
     """A dim of 5 over 4 ranks has chunks of 2, 2, 1 and 0 elements, as in `torch.chunk`."""
     for length in range(12):
         chunks = [_chunk(length, mock.Mock(axes=("tensor",), size=4, rank=rank)) for rank in range(4)]

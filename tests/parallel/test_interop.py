@@ -109,8 +109,8 @@ def test_equal_flags_on_all_ranks_make_norm_of_deepspeed_wrong(world: World) -> 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
 def test_deepspeed_flag_is_true_on_one_rank_per_shard(case: Case) -> None:
-    """Over a model-parallel group the flagged shards give the sum of the full tensor. All shards of the group's first
-    rank are flagged."""
+    """The squared elements of the flagged shards of a model-parallel group add up to the squared dense norm. All shards
+    of the group's first rank are flagged."""
     topology = case.topology
     axes = model_parallel_axes(topology)
     total = 0.0

@@ -63,7 +63,7 @@ def both_ways() -> bool:
     return all(found)
 
 
-def test_gather_objects_followed_by_broadcast_equals_all_gather_objects(world: World) -> None:
+def test_gather_followed_by_broadcast_equals_all_gather(world: World) -> None:
     assert world.run(6, both_ways) == [True] * 6
 
 

@@ -395,7 +395,7 @@ def rejected() -> None:
             RowParallelLinear(4, 4, registry, sequence_parallel=True)(torch.zeros(2, 3, 2))
 
 
-def test_1d_layers_reject_bad_input_before_communicating(world: World) -> None:
+def test_1d_layers_reject_bad_input_on_every_rank(world: World) -> None:
     world.run(2, rejected)
 
 

@@ -497,7 +497,7 @@ def rejected() -> None:
             Classifier2D(4, 5, registry)
 
 
-def test_2d_layers_reject_bad_input_before_communicating(world: World) -> None:
+def test_2d_layers_reject_bad_input_on_every_rank(world: World) -> None:
     world.run(4, rejected)
 
 

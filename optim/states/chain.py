@@ -40,7 +40,8 @@ from ..step.wrapped_optimizer import own_calls
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
-"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs. A tensor without pairs is dropped."""
+"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs. A tensor with an empty sequence is
+removed from the param groups."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -337,7 +338,7 @@ class ParamTransform:
         move_state(optimizer, tensor, targets)
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the reduction plan of the replacements.
+        """Return the plan of the replacements: the layouts by which gradients are reduced and norms are summed.
 
         Args:
             plan: A plan with one entry per position, for the tensor before this transform replaced it.
@@ -353,7 +354,7 @@ class ParamTransform:
         return nullcontext()
 
     def sliced(self) -> Sequence[SlicedBucket]:
-        """Return the buckets of which this transform needs slices of the sums with ``sum_order="fixed"``. Default: none."""
+        """Return buckets: with ``sum_order="fixed"``, this transform needs slices of their gradient sums. Default: none."""
         return ()
 
     def summed_in_backward(self) -> Sequence[Tensor]:
@@ -890,9 +891,7 @@ class TransformChain:
     def table(self, model_plan: ReductionPlan) -> ParamTable:
         """Return a table with one record per stepped tensor.
 
-        Args:
-            model_plan: The reduction plan of the model parameters, on which all ranks agree.
-        Collectives: none. Host synchronization: none.
+        ``model_plan`` is the reduction plan of the model parameters, on which all ranks agree.
         """
         grad_tensors = [
             self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
@@ -903,14 +902,14 @@ class TransformChain:
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
-        """Return the input of the first transform for which ``stops(transform, input)``, else the stepped tensor."""
+        """Return the input of the first transform for which ``stops(transform, input)``; if none, the stepped tensor."""
         return next(
             (given for transform, given in zip(self.transforms, at.path, strict=True) if stops(transform, given)),
             at.tensor,
         )
 
     def derive(self, model_plan: ReductionPlan) -> ReductionPlan:
-        """Return the reduction plan of the stepped tensors from that of the model parameters. Collectives: none."""
+        """Derive the reduction plan of the stepped tensors from the plan of the model parameters."""
         entries = tuple(model_plan.entries[at.index] for at in self.positions)
         slots = model_plan.parameter_slots
         plan = replace(
@@ -947,7 +946,7 @@ class TransformChain:
         return all(transform.completes_failed_backward for transform in self._those_with("micro_batch"))
 
     def sliced(self) -> list[SlicedBucket]:
-        """Return the buckets of which the transforms need slices of the sums with ``sum_order="fixed"``."""
+        """Return buckets: with ``sum_order="fixed"``, the transforms need slices of their gradient sums."""
         return [bucket for transform in self.transforms for bucket in transform.sliced()]
 
     def summed_in_backward(self) -> list[Tensor]:

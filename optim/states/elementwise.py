@@ -95,11 +95,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer's update is not known to be elementwise, or if its states are quantized.
 
     If ``optimizer.elementwise`` is True, both checks are off. If it is False, ValueError is raised. Optimizers whose step
-    uses collectives are accepted in any case.
-
-    Args:
-        optimizer: The torch optimizer.
-        why: The start of the message: why the optimizer gets shards, such as "Sharded gives the optimizer shards".
+    uses collectives are accepted in any case. ``why`` is the start of the message: why the optimizer gets shards, such as
+    "Sharded gives the optimizer shards".
     """
     for part in parts_of(optimizer):
         reason = _why_not_elementwise(part)
@@ -126,10 +123,7 @@ def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEnt
 
     ``optimizer.elementwise = True`` turns both checks off.
 
-    Args:
-        optimizer: The torch optimizer.
-        entries: The plan entries of all stepped parameters, with validated specs. Frozen parameters are ignored.
-        topology: The topology.
+    ``entries`` are the plan entries (layouts) of all stepped parameters. Frozen parameters are ignored.
     """
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
@@ -150,11 +144,8 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer computes a value, such as a norm, from all of its parameters together.
 
-    ``optimizer.elementwise = True`` turns the check off.
-
-    Args:
-        optimizer: The torch optimizer.
-        why: The start of the message: why the optimizer does not step all parameters in one call on one rank.
+    ``optimizer.elementwise = True`` turns the check off. ``why`` is the start of the message: why the optimizer does not
+    step all parameters in one call on one rank.
     """
     for part in parts_of(optimizer):
         name, said = type(part).__name__, getattr(part, "elementwise", False)
@@ -174,11 +165,8 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
 def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer can't step its parameters bucket by bucket.
 
-    It can't if it computes a value from all of its parameters together, or if its step issues collectives.
-
-    Args:
-        optimizer: The torch optimizer.
-        why: The start of the message: the feature that steps bucket by bucket.
+    It can't if it computes a value from all of its parameters together, or if its step issues collectives. ``why`` is
+    the start of the message: the feature that steps bucket by bucket.
     """
     check_each_alone(optimizer, why)
     for part in parts_of(optimizer):

@@ -46,9 +46,9 @@ class HalfStates(StatePlacement):
     Rounding is stochastic. An update such as ``v += 0.001 * (g * g - v)`` often changes ``v`` by less than half a unit
     in the last place of bfloat16, and rounding to nearest would lose the change.
 
-    Replicas of a parameter are rounded with equal random bits, because these depend on the parameter's name (of a tied
-    parameter: its layout and shape) and the step count, not on the rank. torch's kernels (see `use_kernels`) draw other
-    bits on a CPU than on a GPU; meshstep's kernels draw equal bits.
+    Ranks with replicas of a shard use equal random bits. These depend on the seed, the step count, the shard's position
+    on the mesh, and the parameter's name (of a tied parameter: its layout and shape). torch's kernels (see
+    `use_kernels`) draw other bits on a CPU than on a GPU; meshstep's kernels draw equal bits.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
@@ -68,7 +68,7 @@ class HalfStates(StatePlacement):
             raise ValueError(f"HalfStates(dtype={self.dtype}): give torch.bfloat16, which has the range of float32")
         if context.precision.stochastic_rounding:
             raise ValueError(
-                f"precision={context.precision.name!r} keeps optimizer states in bfloat16 already: leave HalfStates out of "
+                f"precision={context.precision!r} keeps optimizer states in bfloat16 already: leave HalfStates out of "
                 "states="
             )
         check_in_buckets(context.optimizer, "HalfStates steps bucket by bucket")

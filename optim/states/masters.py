@@ -1,4 +1,4 @@
-"""The parameter transforms of the precision modes: float32 masters, split masters, or stochastically rounded weights."""
+"""Parameter transforms of the precision modes: float32 masters, split masters, or stochastic rounding of the weights."""
 
 from __future__ import annotations
 
@@ -35,20 +35,18 @@ from .elementwise import check_in_buckets
 
 # A split weight is a bfloat16 weight with an int16 remainder. Together they store all bits of its float32 master: weight
 # bits x 2^16 + remainder (see `split_master`). The weight is not replaced: the param groups hold the bfloat16 weight, its
-# gradient is the float32 main gradient, and its optimizer state is float32. The update computes the master from weight
-# and remainder, in registers or bucket by bucket (`SplitWeights`).
+# gradient is the float32 main gradient, and its optimizer state is float32 (bfloat16 with `HalfStates`). The update
+# computes the master from weight and remainder, in registers or bucket by bucket (`SplitWeights`).
 
 MANY_WRITES = 3
-"""`SplitMasters` warns if other code wrote weights before each of this number of consecutive steps."""
+"""Number of consecutive steps: if other code wrote weights before each of them, `SplitMasters` warns."""
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if the mode has split masters, and a parameter, setting or optimizer is incompatible with them.
+    """Raise ValueError if ``Bf16(split_masters=True)`` is used with an incompatible parameter, setting or optimizer.
 
-    Args:
-        context: The optimizer and its settings.
-        params: (name or None, parameter) pairs of all parameters of the optimizer.
+    ``params`` are (name, parameter) pairs of all parameters of the optimizer.
     """
     if not context.precision.split_masters:
         return
@@ -119,7 +117,7 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of weights that other code wrote to 0.
+        """Set to 0 the remainders of weights that other code has written.
 
         Until the first step after a load, a weight that was overwritten with equal values keeps its remainder.
 
@@ -143,7 +141,7 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Set the remainders of weights that other code wrote to 0.
+        """Set to 0 the remainders of weights that other code has written.
 
         Warn if other code wrote weights before each of `MANY_WRITES` consecutive steps.
 
@@ -292,11 +290,8 @@ def check_main_grads(context: PlacementContext, accumulation_steps: int | None) 
     """Raise ValueError if gradients are kept in half precision, and another setting needs float32 gradients.
 
     A precision mode with masters and ``main_grads=False`` keeps gradients in half precision. Then state placements,
-    ``overlap=True`` and ``accumulation_steps`` > 1 are rejected.
-
-    Args:
-        context: The optimizer's settings.
-        accumulation_steps: Micro-batches per accumulation window; None: not fixed, which is accepted.
+    ``overlap=True`` and ``accumulation_steps`` > 1 are rejected. ``accumulation_steps=None``, a number of micro-batches
+    per step that is not fixed, is accepted.
     """
     if context.precision.main_grads or not context.precision.masters:
         return
@@ -311,9 +306,9 @@ def check_main_grads(context: PlacementContext, accumulation_steps: int | None) 
 
 
 class ModelDtypes(ParamTransform):
-    """The transform of precision modes without masters and stochastic rounding.
+    """The transform of precision modes without masters and stochastic rounding, such as ``"fp32"``.
 
-    It replaces no tensor. When a state is loaded, it checks the parameters' dtypes.
+    It replaces no tensor. When a state is loaded, it checks that the parameters have the saved dtypes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -332,14 +327,14 @@ class ModelDtypes(ParamTransform):
         """Check that the state was saved for parameters of the same dtypes. Otherwise torch would cast states silently.
 
         Raises:
-            ValueError: The dtypes differ, or the state was saved in another precision mode.
+            ValueError: The dtypes differ, or the state has no dtypes.
         """
         own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
         if saved.get("dtypes") != own["dtypes"]:
             given = ", ".join(saved.get("dtypes", ())) or f"unknown dtypes (it has {', '.join(saved) or 'no entries'})"
             raise ValueError(
                 f"the state was saved for parameters of {given}, but the optimizer steps {', '.join(own['dtypes'])}, "
-                "without master weights; continue in the precision mode that the state was saved in"
+                "without master weights; convert the model to the saved dtypes before you make the optimizer"
             )
 
 

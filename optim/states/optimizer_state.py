@@ -50,9 +50,9 @@ from .chain import TransformChain, params_of
 class Coordinates:
     """This rank's (index, size) on each mesh axis along which ranks step different tensors or shards.
 
-    It is pickled as an ``OrderedDict``, so that a file can be read without this class. `torch.distributed.checkpoint`
-    treats plain tensors with equal keys as replicas, so it would store the state of one rank only. It calls
-    `__create_write_items__` before it saves, and this method raises an error if there is such an axis.
+    This object is pickled as an ``OrderedDict``, so that a file can be read without this class.
+    `torch.distributed.checkpoint` treats plain tensors with equal keys as replicas, so it would store the state of one
+    rank only. If there is such an axis, `__create_write_items__`, which it calls before it saves, raises an error.
 
     Args:
         axes: (index, size) by axis name.
@@ -64,9 +64,7 @@ class Coordinates:
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Coordinates:
         """Return the index of this rank and the size of each axis along which ranks step different tensors.
 
-        Args:
-            plan: The plan of the stepped tensors, which names these axes.
-            registry: The process groups of the mesh.
+        The reduction plan of the stepped tensors, ``plan``, names these axes.
         """
         named = {axis for b in plan.buckets for axis in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         sizes = {axis: registry.size(axis) for axis in registry.topology.axes if axis in named}
@@ -257,9 +255,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
     torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
     other optimizers are not checked.
 
-    Args:
-        saved: A state dict, whose param groups have been checked.
-        optimizer: The optimizer that is to load it.
+    The param groups of ``saved`` must have been checked before.
     """
     positions = [position for group in saved["param_groups"] for position in group["params"]]
     saved_of = dict(zip(params_of(optimizer.param_groups), positions, strict=True))
@@ -271,7 +267,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
             for name, value in saved["state"].get(position, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param.shape:
                     raise ValueError(
-                        f"state[{position!r}][{name!r}] has shape {tuple(value.shape)}, and its parameter "
+                        f"state[{position!r}][{name!r}] has shape {tuple(value.shape)}, but its parameter has shape "
                         f"{tuple(param.shape)}; load a state of this model, saved on a mesh of this shape"
                     )
             state, spec = saved["state"].get(position), SUPPORTED_OPTIMIZERS.get(type(part))
@@ -494,12 +490,7 @@ class Recipe:
     ) -> Recipe:
         """Return the recipe of the `ParallelOptimizer` that consists of these parts.
 
-        Args:
-            wrapped: The wrapped torch optimizer.
-            groups: The (name, model parameter) pairs of each param group, before transforms replaced parameters.
-            registry: The process groups of the mesh.
-            options: The other constructor arguments, by name.
-            state: The state dict of the `ParallelOptimizer`.
+        ``groups`` has the (name, model parameter) pairs of each param group, before transforms replaced parameters.
         """
         plain = copy.copy(wrapped)
         remove_guard(plain)

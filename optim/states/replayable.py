@@ -39,7 +39,7 @@ class Replayable(StatePlacement):
 
     def check(self, context: PlacementContext) -> None:
         drawn = [type(other).__name__ for other in context.placements if other.rounds_stochastically]
-        drawn += [f"precision={context.precision.name!r}"] * context.precision.stochastic_rounding
+        drawn += [f"precision={context.precision!r}"] * context.precision.stochastic_rounding
         if drawn:
             raise ValueError(
                 f"Replayable can't repeat an update with {drawn[0]}, which rounds randomly: leave one of them out"

@@ -230,7 +230,7 @@ class ZeroBucket:
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
-        """Start to reduce the gradients, as `reduce` does. `BackwardReducer` calls it during backward."""
+        """Call `reduce`. `BackwardReducer` calls this method during or after backward."""
         return self.reduce()
 
     @torch.no_grad()
@@ -379,7 +379,7 @@ def choose_sharded_axes(
     Args:
         entry: The parameter's entry in the plan.
         axis: The argument ``axis`` of `Sharded`: an axis, or an alias of several axes.
-        topology: The topology.
+        topology: The mesh.
         averages_data: True if meshstep averages gradients over the data axes.
         gradients: The argument ``gradients`` of `Sharded`: True if backward reduces gradients into slices.
     """
@@ -398,12 +398,7 @@ ShardedNames = Mapping[tuple[str, ...], list[str]]
 
 
 def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> None:
-    """Raise ValueError if two ranks along the same axes would shard different parameters, or in different orders.
-
-    Args:
-        by_rank: For each rank, the names of the parameters to shard, by the axes over which they are sharded.
-        topology: The topology.
-    """
+    """Raise ValueError if two ranks along the same axes would shard different parameters, or in different orders."""
     for axes in sorted({axes for of_rank in by_rank for axes in of_rank}):
         for rank, of_rank in enumerate(by_rank):
             first = topology.peers(rank, *axes)[0]
@@ -529,10 +524,6 @@ class Shards(ParamTransform):
         self._reducer: BackwardReducer | None = None
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """Return the axes over which this transform shards ``tensor``, even if this rank has no shard of it.
-
-        None: this transform does not shard it.
-        """
         return self._axes_of.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------
@@ -572,7 +563,7 @@ class Shards(ParamTransform):
         return pieces
 
     def _decision(self, entry: ParameterEntry) -> ShardingDecision:
-        """Return over which axes the state of a parameter is sharded, and whether a bucket sums its gradients."""
+        """Choose the axes over which the state of a parameter is sharded, and whether its bucket sums gradients."""
         choose = partial(
             choose_sharded_axes, entry, self.how.axis, self.registry.topology, gradients=self.how.gradients
         )
@@ -607,10 +598,7 @@ class Shards(ParamTransform):
         Ranks with replicas of a parameter must shard it at the same offsets, even if their other parameters differ.
         Therefore all parameters in a bucket have the same layout over the mesh, the same dtype and the same device.
 
-        Args:
-            params: The parameters.
-            entries: The parameters' entries in the plan.
-            sharded: The decision for each parameter to shard, by its index in ``params``.
+        ``sharded`` has the decision for each parameter to shard, by its index in ``params``.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
@@ -658,9 +646,8 @@ class Shards(ParamTransform):
     def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
         """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
 
-        Args:
-            entries: The parameters' entries in the plan.
-            sharded: The decision for each parameter to shard, by its index in ``entries``.
+        ``sharded`` has the decision for each parameter to shard, by its index in ``entries``.
+
         Raises:
             ValueError: As in `install`.
         Collectives: an object all-gather.

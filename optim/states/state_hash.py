@@ -20,7 +20,7 @@ from ..norm.param_table import ParamTable
 from ..norm.replicas import splitmix64_finalizer
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MASK = 2**63 - 1  # a number without a sign, for hexadecimal digits
+_MASK = 2**63 - 1  # clears the sign bit, so that the hash has no sign in hexadecimal
 _BLOCK = 2**20  # elements that are hashed at once
 
 
@@ -35,13 +35,13 @@ def hash_of_state(
     """Return the hash of the training state, 0-dim int64 in [0, 2^63), equal on all ranks.
 
     Args:
-        table: The stepped tensors.
+        table: One record per stepped tensor (a tensor in the optimizer's param groups).
         params: The model parameters, in the order of ``table.model_plan``; of DTensors the local tensors.
         states: One dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped
             tensor, and at least one dim, holds one value per element. Any other tensor holds the state of a full tensor,
             such as a step count.
         others: Further tensors by name, equal on all ranks.
-        registry: The process groups.
+        registry: The process groups of the mesh.
         device: The device of the result.
     Collectives: one all-reduce over all ranks; none on a single rank. Host synchronization: none if all tensors are on
     ``device``; otherwise for copies between devices.

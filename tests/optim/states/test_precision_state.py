@@ -263,7 +263,9 @@ def test_state_of_another_shape_is_rejected_by_load_state_dict(
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(copy.deepcopy(state))
         state["state"][0][name] = torch.full(wrong, 7.0)
-        with pytest.raises(ValueError, match=rf"state\[0\]\['{name}'\] has shape .*, and its parameter \(2, 5\)"):
+        with pytest.raises(
+            ValueError, match=rf"state\[0\]\['{name}'\] has shape .*, but its parameter has shape \(2, 5\)"
+        ):
             optimizer.load_state_dict(state)
         weight = optimizer.param_groups[0]["params"][0]
         assert optimizer.optimizer.state[weight][name].shape == (2, 5)

@@ -171,7 +171,7 @@ def test_replay_before_first_update_raises() -> None:
     [
         ({"states": (HalfStates(), Replayable())}, "HalfStates"),
         ({"states": (Replayable(), HalfStates())}, "HalfStates"),
-        ({"precision": Bf16(stochastic_rounding=True)}, r"precision='bf16"),
+        ({"precision": Bf16(stochastic_rounding=True)}, r"precision=Bf16\(stochastic_rounding=True"),
     ],
 )
 def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: str) -> None:

@@ -72,8 +72,8 @@ class TakenSteps:
 
     A period is the time from one call of `start_over` (or the constructor) to the next. A call of the optimizer's
     `step` ends an accumulation window if it updates `last_stats` of the optimizer; a call in the middle of a window
-    does not. A replayed CUDA graph runs no hooks. It overwrites the tensor ``GradStats.skipped`` of the captured step,
-    which `all_skipped` may be.
+    does not. A replayed CUDA graph runs no hooks. But it overwrites the tensor ``GradStats.skipped`` of the captured
+    step, so `all_skipped` stays correct if it is this tensor.
 
     Attributes:
         called: True if the optimizer's `step` was called in this period.

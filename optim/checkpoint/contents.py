@@ -116,13 +116,8 @@ class LogicalParameters:
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
         """Return the region of the full tensor that the shard ``local`` holds.
 
-        Args:
-            tensor: The parameter or declared buffer.
-            local: ``tensor``, or its local tensor if it is a DTensor.
-            entry: The layout of the parameter.
-            plan: The plan with the layouts of all parameters.
-        Raises:
-            ValueError: The shape of ``local`` does not fit the layout.
+        ``local`` is ``tensor``, or its local tensor if it is a DTensor. Raise ValueError if its shape does not fit the
+        layout ``entry``.
         """
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
@@ -132,7 +127,7 @@ class LogicalParameters:
         return (held for held, first in zip(self.regions, self._first, strict=True) if first)
 
     def is_first(self, param: Tensor) -> bool:
-        """Return True if this rank saves ``param``: not if ``param`` is tied and an earlier pipeline stage holds it.
+        """Return False if ``param`` is tied and an earlier pipeline stage saves it, else True.
 
         Raises:
             ValueError: ``param`` is not a parameter of the model.
@@ -458,9 +453,7 @@ class PieceStates:
 
         Only states of the shards' shape count. Yields a state only if no replica of this shard has it.
 
-        Args:
-            name: The name of the parameter.
-            region: The region of the parameter that the shard holds.
+        ``name`` is the name of the parameter, and ``region`` the region of it that the shard holds.
         """
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
@@ -612,9 +605,6 @@ class OptimizerState(NamedTuple):
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
     """Return the contents of the optimizer's state dict, with the name and region of each stepped tensor.
 
-    Args:
-        optimizer: The optimizer.
-        parameters: The parameters of the model.
     Raises:
         ValueError: The optimizer steps a tensor that is not in the model.
     Collectives: none.
@@ -659,12 +649,8 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
     """Return this rank's parts of all full tensors by key, as views of contiguous tensors, and its `RankRecord`.
 
-    Args:
-        parameters: The parameters and buffers of the model.
-        state: The contents of the optimizer's state dict.
     Raises:
         ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
-
     Collectives: none.
     Host synchronization: one per undeclared buffer, and one per scalar optimizer state, that is on a device.
     """
@@ -712,11 +698,7 @@ def initial_states(
 
     Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin.
 
-    Args:
-        parameters: The model's parameters.
-        state: The contents of this rank's optimizer state dict.
-        pieces: The states of all ranks' shards.
-        optimizer: The wrapped torch optimizer. Some initial values depend on the hyper-parameters of its param groups.
+    Some of them depend on the hyper-parameters of the param groups of ``optimizer``, the wrapped torch optimizer.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}

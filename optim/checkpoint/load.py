@@ -308,8 +308,8 @@ def _rebuild_weights(
     Args:
         weights: The current entry ``"weights"`` of the optimizer's state.
         masters: The loaded master weights by position, which replace the current master weights.
-        portable: The saved entries that do not depend on the layout. If an entry is missing, the result lacks it, and
-            the optimizer raises an error when it loads.
+        portable: The saved entries that do not depend on the layout. If an entry is missing, the result lacks it. At the
+            load, the transform that needs the entry then keeps its own value (`HalfStates`) or raises an error.
     """
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
@@ -368,8 +368,9 @@ def load_checkpoint(
     Returns:
         The ``extra`` of `save_checkpoint`, on every rank; its tensors are on the CPU.
     Raises:
-        ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; or the checkpoint
-            does not fit the model, optimizer or schedule, which are unchanged on all ranks.
+        ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; the checkpoint does
+            not fit the model, optimizer or schedule; or ranks differ in ``trainable_only``, or in whether they give an
+            optimizer. Model, optimizer and schedule are unchanged on all ranks.
         RuntimeError: On every rank: a rank could not read, or the checkpoint was replaced in each of several attempts.
             Model, optimizer and schedule are unchanged.
         TypeError: On every rank: ``path`` is not a path. On this rank: neither an optimizer nor a registry is given, or

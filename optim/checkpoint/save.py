@@ -116,12 +116,12 @@ def save_checkpoint(
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
         ValueError: On every rank: ``keep`` is out of range, or micro-batches were accumulated since the last `step`. Or
-            a module has non-empty extra state, a parameter needs a declaration, or the optimizer steps a
-            tensor that is not in ``model``. Or ``extra``, or the state of the schedule or the optimizer, contains an
-            object that could not be read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks
-            disagree on the parameters or don't share ``path``, or shards have unequal sizes and no declared full shape
-            (`annotate`). Or the newest checkpoint under ``path`` is not the last one that ``optimizer`` saved or loaded
-            there. The previous checkpoint is kept.
+            a module has non-empty extra state, a parameter needs a declaration, or the optimizer steps a tensor that is
+            not in ``model``. Or ``extra``, or the state of the schedule or the optimizer, contains an object that could
+            not be read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the
+            parameters or don't share ``path``. Or shards of a tensor have different dtypes, or unequal sizes and no
+            declared full shape (`annotate`). Or the newest checkpoint under ``path`` is not the last one that
+            ``optimizer`` saved or loaded there. The previous checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: On every rank: ``path`` is not a path. On this rank: the optimizer is not a `ParallelOptimizer`, so its
             process groups are unknown; other ranks wait until the timeout.

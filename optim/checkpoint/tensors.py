@@ -297,7 +297,7 @@ class Reader:
 
     @cached_property
     def index(self) -> dict[str, Stored]:
-        """Return the index entries by key of the tensor. The file is read in the first access.
+        """Return the index entries by key of the tensor. The file is read on the first access.
 
         Raises:
             ValueError: The index is missing or damaged, or the byte order of the tensors is not this machine's.

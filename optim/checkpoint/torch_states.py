@@ -241,10 +241,10 @@ class TorchStates(torch.optim.Optimizer):
             DTensor does not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is
             neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports
             all cases except the first.
-    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. If the optimizer has
-        no states yet, the constructor also runs those of a step of a full-tensor optimizer. With `Sharded`, the two
-        methods also run an object all-gather and an all-reduce per state. `load_state_dict` also all-gathers DTensors
-        of another layout, and the weights that `Sharded` writes to the model.
+    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. If a full-tensor
+        optimizer, such as `Muon`, has no states yet, the constructor also runs the collectives of one step. With
+        `Sharded`, the two methods also run an object all-gather and an all-reduce per state. `load_state_dict` also
+        all-gathers DTensors of another layout, and the weights that `Sharded` writes to the model.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
     Host synchronization: yes.
     """

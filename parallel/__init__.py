@@ -1,4 +1,4 @@
-"""Mesh topology, process groups, parameter layouts, parallel layers, launching and data loading."""
+"""Mesh topology, process groups, parameter layouts, parallel layers, LoRA adapters, launching and data loading."""
 
 from .adapters.declaration import declare_adapters, random_factors
 from .adapters.grouped_lora import GroupedLoRA

@@ -26,8 +26,8 @@ class Annotation:
         name: Name of the parameter in errors. None: no name.
         mesh_axes: For the local tensor of a DTensor, the names of the mesh dims of the DTensor's device mesh. Empty for
             other parameters.
-        declared: False if the spec was derived from DTensor placements alone. Such a spec describes the layout over
-            ``mesh_axes`` only.
+        declared: False: the spec describes the layout over ``mesh_axes`` only, because it was derived from DTensor
+            placements alone, or because the parameter has no layout. Default: True.
         full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, because the full shape
             can't be computed from the shape of one shard.
         dims: (mesh dim, axes) pairs: the axes of the topology of which a mesh dim consists. A mesh dim whose name is an
@@ -65,8 +65,7 @@ class Annotation:
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """Return the model axes larger than 1 over which the layout is unknown.
 
-        The layout over an axis is unknown if the spec was derived from DTensor placements alone, and the device mesh of
-        the DTensor does not contain the axis. For a declared layout the result is ().
+        If ``declared`` is False, these are the axes outside the DTensor's device mesh. Otherwise the result is ().
         """
         if self.declared:
             return ()
@@ -236,5 +235,5 @@ def copy_annotation(source: Tensor, target: Tensor) -> None:
 # Partial gradients of DTensors: data that ranks exchange --------------------------------------------------------------
 
 Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
-"""Per DTensor parameter, the axes over which the gradient of the parameter is partial. The key of a parameter is a
-pair: the ranks of its device mesh, and its index among all parameters on device meshes of the same ranks."""
+"""Per DTensor parameter, the axes over which its gradient is partial without being declared partial. The key of a
+parameter is a pair: the ranks of its device mesh, and its index among all parameters on device meshes of these ranks."""

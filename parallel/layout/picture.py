@@ -40,39 +40,28 @@ DARK = """
 
 
 def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
-    """Return a line of text as SVG.
+    """Return a line of text as SVG; its ``anchor`` (``"start"``, ``"middle"`` or ``"end"``) is at (x, y), in pixels.
 
-    Args:
-        x, y: Position of the anchor, in pixels.
-        content: The text.
-        kind: Class of the style sheet. Default: no class.
-        anchor: Point of the text that is at ``x``: ``"start"``, ``"middle"`` or ``"end"``. Default: ``"start"``.
+    ``kind`` is a class of the style sheet.
     """
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(content, quote=False)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 0, fill: str = "") -> str:
-    """Return a rectangle as SVG.
+    """Return a rectangle as SVG, with its upper left corner at (x, y). All lengths are in pixels.
 
-    Args:
-        x, y: Position of the upper left corner, in pixels.
-        width, height: Size, in pixels.
-        kind: Class of the style sheet.
-        radius: Radius of the corners, in pixels. Default: 0.
-        fill: Fill colour. Default: the colour of the class.
+    ``kind`` is a class of the style sheet, and ``radius`` is the radius of the corners. An empty ``fill`` means the colour
+    of the class.
     """
     style = f' style="fill: {fill}"' if fill else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
 
 
 def line(points: Iterable[tuple[float, float]], kind: str = "line", colour: str = "", width: float = 1.6) -> str:
-    """Return a line through points as SVG.
+    """Return a line through ``points``, which are (x, y) in pixels, as SVG.
 
-    Args:
-        points: Positions, in pixels.
-        kind: Class of the style sheet. Default: ``"line"``.
-        colour: Line colour. Default: the colour and the line width of the class.
-        width: Line width in pixels, if ``colour`` is given. Default: 1.6.
+    ``kind`` is a class of the style sheet. ``width``, in pixels, is used only with a ``colour``; without a colour, the
+    line has the colour and the width of the class.
     """
     style = f' style="fill: none; stroke: {colour}; stroke-width: {width:g}"' if colour else ""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{kind}"{style}/>'

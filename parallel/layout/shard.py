@@ -132,15 +132,15 @@ class Region:
         return full
 
     def run(self, start: int, numel: int) -> Region:
-        """Return the region of ``numel`` elements of this run, which begins at element ``start`` of this run."""
+        """Return a part of this run as a region: ``numel`` elements from element ``start`` of this run on."""
         return replace(self, start=self.start + start, stop=self.start + start + numel)
 
     def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
         """Split a tensor with the elements of this region into rectangles of the full tensor.
 
         Args:
-            tensor: If the run is the entire shard, a tensor with the shape of the shard. Otherwise a tensor of any
-                shape that has the elements of the run in row-major order.
+            tensor: Tensor with the shape of the shard, if the run is the entire shard; or a tensor of any shape that has
+                the elements of the run in row-major order.
         Returns:
             Tensor per rectangle. The key is the index of the rectangle's first element in the full tensor. The tensors
             are views of ``tensor`` if it is contiguous. Usually a region without elements has no rectangles. But if the
@@ -386,7 +386,8 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         ValueError: On all ranks along the sharded axes: ``local`` is None on a rank that must hold a shard, the shapes of
             the shards do not fit the spec, or shards have different dtypes or numbers of dims. On this rank: `P.validate`
             rejects the spec, for example because of an unknown axis.
-        TypeError: ``local`` is not a tensor. The other ranks along the sharded axes raise ValueError.
+        TypeError: ``local`` is not a tensor, and the spec has no owned axes. The other ranks along the sharded axes raise
+            ValueError.
     Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
     first three broadcasts over the owned axes: two of an object with the shard's shape and dtype, then one of the
     shard. None over groups of one rank.

@@ -254,6 +254,7 @@ def _sized(axes: Sequence[str], topology: Topology) -> str:
 def _by_axis(
     pair: tuple[str, int | str], topology: Topology, aliases: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, int | str]]:
+    """Iterate over the pairs that replace one (axis or alias, coordinate, axis or alias) pair of `owned_by_axis`."""
     axis, at = pair
     if axis not in aliases and at not in aliases:
         yield pair
@@ -435,8 +436,8 @@ class P:
         Raises:
             ValueError: The spec names an alias, and an axis is named twice, directly or by an alias; an owned or tied
                 axis is unknown; a coordinate is out of range; the coordinates of a tied alias are not a product of
-                coordinates of its axes; or an alias is in ``owned={name: other}``, and the sizes of the axes of
-                ``name`` and ``other`` differ.
+                coordinates of its axes; in ``owned={name: other}``, ``other`` is larger than ``name``, or one of them is
+                an alias, and the sizes of their axes differ.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):

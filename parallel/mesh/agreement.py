@@ -1,4 +1,4 @@
-"""Functions that every rank calls at the same point: they gather objects, compare settings, or run a function.
+"""Functions that every rank calls at the same point, to gather objects, to compare settings, or to run a function.
 
 `on_all_ranks` raises an error of one rank on every rank, so that no rank waits for a failed rank.
 """
@@ -145,7 +145,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the text of each setting, by name, as `describe` returns it, for `check_all_say_the_same`."""
+    """Return the text of each setting by name, as `describe` returns it. `check_all_say_the_same` compares such dicts."""
     return {name: describe(value) for name, value in settings.items()}
 
 
@@ -180,8 +180,9 @@ def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
         value: Any object.
         depth: Number of nested levels of objects that are shown with attributes. The text of an object below these
             levels is its type name. Default: 4.
-        reads_devices: True (default): the text has the elements of tensors on a device. False: it doesn't.
-    Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device and ``reads_devices`` is True.
+        reads_devices: False: every tensor on a device has the text ``"a tensor on a device"``. True: such a tensor has
+            the same text as a tensor on the CPU. Default: True.
+    Host synchronization: yes, if ``reads_devices`` is True and ``value`` has a tensor of at most 16 elements on a device.
     """
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else float.__repr__(value)

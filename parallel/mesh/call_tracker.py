@@ -199,7 +199,8 @@ def _end() -> None:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 _NO_REPLY = "got no reply"
-_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")  # the second text follows a timeout
+# gloo raises the second text in collectives that follow a collective which timed out.
+_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
 _CPP_TRACE = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 _SAME_CALLS = "Every rank must make the same calls in the same order"
 
@@ -223,7 +224,7 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """The attributes of a registry that `track_call` reads: the topology, and the global rank of this process."""
+    """The attributes of a `ProcessGroupRegistry` that `track_call` reads: topology, and global rank of this process."""
 
     topology: Topology
     global_rank: int
@@ -274,8 +275,6 @@ class track_call:
     Raises:
         RuntimeError: A collective or the store failed in the block. Before raising, this rank waits up to five seconds
             for the responses of the other ranks. With one rank the original error is raised instead.
-    Collectives: none.
-    Host synchronization: none.
     """
 
     __slots__ = ("_calls", "_name", "_number", "_registry")
@@ -294,7 +293,8 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calls = self._calls  # not of this thread: a generator that has the block may be closed in another thread
+        # The calls of the thread that entered the block: a generator with the block may be closed in another thread.
+        calls = self._calls
         if calls is None:
             return
         try:
@@ -365,10 +365,9 @@ def check_same_call(calls: Sequence[str | None]) -> None:
 
 
 def is_transport_error(error: BaseException | None) -> bool:
-    """Return True if ``error`` is a failure of a collective or of torch's store.
+    """Return True if ``error`` is a failure of a collective or of torch's store, and not an error of `track_call`.
 
-    Failures of gloo are plain RuntimeErrors, so they are detected by their text. Return False for an error that
-    `track_call` raised.
+    Failures of gloo are plain RuntimeErrors, so they are detected by their text.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -451,9 +450,8 @@ def _is_library(frame: FrameType) -> bool:
 # Stack frames ---------------------------------------------------------------------------------------------------------
 
 
-# Use these functions only if another library calls a method of this library, and the result must depend on the calling
-# function, which no argument identifies. Except for this module and deprecation.py, no module of the library reads
-# frames.
+# Use the first two functions only if another library calls a method of this library, and the result must depend on the
+# calling function, which no argument identifies. Only this module and deprecation.py read stack frames.
 
 
 def calling_module() -> str:

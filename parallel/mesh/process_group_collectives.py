@@ -66,7 +66,7 @@ _LENGTH = 8  # bytes of the length field, before the pickled object
 
 
 class NotPicklableError(TypeError):
-    """`pickle` does not accept the object that a rank gathers. Raised before any collective."""
+    """`pickle` does not accept the object that a rank gathers. `all_gather_objects` raises it before any collective."""
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:

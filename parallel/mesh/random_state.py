@@ -1,8 +1,8 @@
 """Read, restore, check and seed the global random number generators of this process.
 
 The CPU generators are those of Python, of torch for the CPU, and of NumPy. NumPy's generator is skipped while no module
-has imported NumPy. `random_state` also reads torch's generator of the current GPU, if CUDA is initialised. No function
-seeds the GPU generator.
+has imported NumPy. `random_state` also reads torch's generator of the current GPU if CUDA is initialised, and
+`set_random_state` restores it. No function seeds the GPU generator.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def cpu_random_state() -> dict[str, Any]:
     """Return the states of the CPU generators: a dict with ``"python"``, ``"cpu"`` (torch) and ``"numpy"``.
 
     ``"numpy"`` is missing if no module has imported NumPy.
-
-    Host synchronization: none.
     """
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
@@ -95,8 +93,6 @@ def cpu_random_state_kept() -> Iterator[None]:
 
     Random numbers that are drawn in the block therefore do not change the numbers that are drawn after the block.
     NumPy's generator is restored only if NumPy was imported before the block.
-
-    Host synchronization: none.
     """
     state = cpu_random_state()
     try:

@@ -97,10 +97,10 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
     found = []
     for number, mesh in enumerate(meshes):
         if not hasattr(mesh, "mesh_dim_names"):
-            raise TypeError(f"{mesh!r} is no DeviceMesh of torch; give the result of init_device_mesh")
+            raise TypeError(f"{mesh!r} is not a DeviceMesh of torch; give the result of init_device_mesh")
         if need_names and mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"
+                f"{mesh} has no dim names; create it with names, for example mesh_dim_names=('data', 'tensor')"
             )
         for index, name in enumerate(dim_names(mesh)) if mesh.get_coordinate() is not None else ():
             found.append(Dim(number, name, ranks_along(mesh, index)))
@@ -118,11 +118,8 @@ def refined(
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     """Return the fewest axes such that every mesh dim of several device meshes consists of one or more of them.
 
-    A mesh dim whose name is not the name of an axis becomes an alias for its axes.
-
-    If a mesh dim is one axis, the axis has the name of the mesh dim. If several mesh dims are the same axis, the axis
-    has the name of the first of them, and the names of the others become aliases. If an axis is only a part of mesh
-    dims, its name is the name of the first such mesh dim and its position in it: ``data_1``.
+    `Topology.of_meshes` describes the names of the axes. A mesh dim whose name is not the name of an axis becomes an alias
+    for its axes.
 
     Args:
         views: Per global rank, the mesh dims of the meshes that contain this rank, as `agreed_dims` returns them.

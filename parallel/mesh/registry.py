@@ -103,8 +103,8 @@ def new_local_group(
         )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(
-            f"torch {torch.__version__} ignored the name of a new process group: expected {name!r}, found {group!r}; use "
-            "torch 2.11 or newer"
+            f"torch {torch.__version__} ignored the name of a new process group: expected {name!r}, found {group!r}; "
+            "install another version of torch, 2.11 or newer"
         )
     if bound is not None and group.bound_device_id is None:  # torch before 2.15 does not bind the device
         group.bound_device_id = bound
@@ -211,13 +211,12 @@ def order_launches(world: dist.ProcessGroup | None) -> None:
     """Make collectives of several NCCL groups run on the GPU in the order of their launches.
 
     This order is the same on all ranks. Without it, collectives could run in different orders on several streams, and
-    deadlock. The function sets the environment variable `LAUNCH_ORDER` to 1, unless it is set. NCCL 2.26 and newer read
-    it once per process, before the first collective. If the function sets it after a collective of the default group, it
-    warns.
+    deadlock. The function sets the environment variable NCCL_LAUNCH_ORDER_IMPLICIT to 1, unless it is set. NCCL 2.26 and
+    newer read it once per process, before the first collective. If the function sets it after a collective of the default
+    group, it warns.
 
     Args:
         world: The default group; None: it does not exist yet.
-    Collectives, host synchronization: none.
     """
     if LAUNCH_ORDER in os.environ:
         return
@@ -670,14 +669,15 @@ class ProcessGroupRegistry:
                 returns it.
             roles: Role per mesh dim: ``"pipe"``, ``"data"`` or ``"model"``. None: the default roles of the names of the
                 mesh dims.
-
         Raises:
             ValueError: The mesh has no names of mesh dims, or does not hold all ranks of the world in row-major order;
                 ``roles`` has an unknown mesh dim or role; or another rank constructed this registry with another topology.
+        Collectives: none.
+        Host synchronization: none.
         """
         if mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"
+                f"{mesh} has no dim names; create it with names, for example mesh_dim_names=('data', 'tensor')"
             )
         grid = mesh.mesh
         if grid.flatten().tolist() != list(range(dist.get_world_size())):
@@ -757,7 +757,7 @@ class ProcessGroupRegistry:
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         if len(set(members)) != len(members):
-            raise ValueError(f"a rank is twice in {members}; name each rank once")
+            raise ValueError(f"ranks {members} name a rank twice; name each rank once")
         outside = [rank for rank in members if not 0 <= rank < self.topology.world_size]
         if outside:
             raise ValueError(
@@ -772,6 +772,7 @@ class ProcessGroupRegistry:
 
 
 def _of_topology(topology: Topology, timeout: timedelta | None, backend: str | None) -> ProcessGroupRegistry:
+    """Return an open registry of this process with these arguments, or else a new one. Unpickling calls this function."""
     for registry in list(_alive):
         is_current = not registry._closed and registry._world is (dist.group.WORLD if dist.is_initialized() else None)
         if is_current and (registry.topology, registry._timeout, registry._backend) == (topology, timeout, backend):

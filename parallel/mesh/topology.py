@@ -51,7 +51,7 @@ def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]
             continue
         name, _, value = part.partition("=")
         if name in axes or name in aliases:
-            raise ValueError(f"{name!r} is twice in {text!r}; name each axis and alias once")
+            raise ValueError(f"{name!r} appears twice in {text!r}; name each axis and alias once")
         if value.isdecimal():
             axes[name] = int(value)
         elif "+" in value and all(axis.isidentifier() for axis in value.split("+")):
@@ -233,7 +233,7 @@ def resolve_aliases(
     for alias, entry in aliases.items():
         atoms = (entry,) if isinstance(entry, str) else tuple(entry)
         if not isinstance(alias, str) or not alias.isidentifier():
-            raise ValueError(f"{alias!r} can't name axes; use an identifier such as 'data'")
+            raise ValueError(f"alias {alias!r} is not an identifier; use an identifier such as 'data'")
         if alias in axes:
             raise ValueError(f"{alias!r} is an axis and can't be an alias too; rename one of them")
         unknown = [axis for axis in atoms if axis not in axes]

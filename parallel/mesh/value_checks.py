@@ -147,7 +147,7 @@ def check_like(value: object, like: object, field: str) -> None:
         like                                  accepted value
         bool                                  a bool or None
         None                                  any value except a dict; numbers, alone or in a list, must be valid
-        number, or tensor of one element      a valid number, or a tensor with one valid number; NaN if like is NaN
+        number, or tensor of one element      a valid number, or a tensor with one valid number; also NaN if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
         dict with string keys                 a dict with at least these keys; each value is checked against the value
@@ -256,13 +256,12 @@ def _shown(value: object) -> str:
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
     """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real`, such as an int, a float or a NumPy float.
 
-    A bool is rejected. A 0-dim tensor may have any dtype.
+    A bool is rejected. A 0-dim tensor may have any dtype; its value is not read.
 
     Args:
         value: Any object.
         name: Name of the argument in the error.
         write: Description of a correct value in the error. Default: ``"a number"``.
-    Host synchronization: none.
     """
     if isinstance(value, Tensor):
         is_number, shown, kind = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}", "tensor with dims"

@@ -129,7 +129,7 @@ class RanksError(AssertionError):
         try:
             run_ranks(check, 4)
         except RanksError as error:
-            print(error.failures[0])        # the traceback of rank 0
+            print(error.failures)           # {0: the traceback of rank 0, ...}: the failed ranks only
 
     Args:
         function: Name of the function that was called.

@@ -209,16 +209,18 @@ class RankPool(Ranks):
         with RankPool() as ranks:
             norms = ranks.run(norm_of_my_model, 4)
 
-    The first call that needs a worker starts it. The worker has the working directory of this process at that time. On
-    Linux all workers have the environment variables that this process had when it started the first worker; on other
-    systems, when it started the worker. A call with the same world size and timeout as the previous call uses the same
+    The first call that needs a worker starts it. The worker has the working directory and the environment variables that
+    this process has at that time. But on Linux, all workers of all pools have the environment variables that this process
+    had when it started the first worker. A call with the same world size and timeout as the previous call uses the same
     default process group, unless the workers were replaced.
 
     Args:
         timeout: Seconds that a call may take. The timeout of collectives on the default group is a third of this time.
             Default: 180.
-        preload: Names of further modules to load once, before workers are forked (Linux only). torch and this library are
-            always loaded, and pytest and Hypothesis if this process has imported them. Default: no further modules.
+        preload: Names of further modules to load once, before workers are forked. It has an effect only on Linux, and
+            only in the first pool of this process that starts a worker, because later pools use the same server process.
+            torch and this library are always loaded, and pytest and Hypothesis if this process has imported them.
+            Default: no further modules.
         initializer: Function without arguments that each worker calls once, before its first task. None: no call.
     """
 
@@ -326,7 +328,7 @@ class RankPool(Ranks):
         return failures, replies
 
     def _where(self, ranks: Any, what: str) -> dict[int, str]:
-        """Return a text per rank in ``ranks``: the text ``what``, then the current stack of the rank's main thread."""
+        """Return a text per rank in ``ranks``: ``what`` (a problem), then the current stack of the rank's main thread."""
         ranks = list(ranks)
         for rank in ranks:
             with suppress(OSError):

@@ -58,7 +58,8 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
         function: A function at the top level of a module or script.
         world_size: Number of ranks.
         args: Arguments of the function, the same on all ranks; they must be picklable, as must the results.
-        timeout: Seconds that the call may take. None: 180.
+        timeout: Seconds that the call may take. None: 180. The timeout of collectives on the default group is a third of
+            this time.
     Returns:
         One result per rank.
     Raises:
@@ -220,9 +221,8 @@ class LaunchedRanks(Ranks):
         self._store: Any = PrefixStore("meshstep/ranks", distributed_c10d._get_default_store())
         self._calls = self._stages = 0
         self._groups: ProcessGroups | None = None
-        self._of: tuple[int, float] | None = (
-            None  # world size and timeout of the current process groups, also in processes that are not members
-        )
+        # World size and timeout of the current process groups, also in processes that are not members.
+        self._of: tuple[int, float] | None = None
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
         """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, in every process.
@@ -232,11 +232,11 @@ class LaunchedRanks(Ranks):
 
         Raises:
             unittest.SkipTest: There are fewer processes than ranks.
-            RanksError: A rank raised an error, or exceeded the timeout; a process did not respond; or a process has
-                finished the test without making this call.
+            RanksError: A rank raised an error, or exceeded the timeout; its result can't be pickled; a process did not
+                respond; or a process has finished the test without making this call.
             TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
-            ValueError: ``world_size`` is not a positive integer; or the function or an argument differs between
-                processes.
+            ValueError: ``world_size`` is not a positive integer; or the function, ``world_size`` or an argument differs
+                between processes.
         """
         check_size(world_size)
         call = encoded(function, args)

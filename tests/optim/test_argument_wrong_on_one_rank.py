@@ -299,7 +299,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "ParallelOptimizer(None)": (optimizer_of_none, "the optimizer is a NoneType, not a torch optimizer"),
     "for_model(None)": (for_model_of(None), "the model is a NoneType; give the nn.Module"),
     "for_model([])": (for_model_of([]), "the model is a list; give the nn.Module"),
-    "of_meshes(None)": (meshes_of(None), "None is no DeviceMesh of torch; give the result of"),
+    "of_meshes(None)": (meshes_of(None), "None is not a DeviceMesh of torch; give the result of"),
     "add_param_group(None)": (add_group(lambda: None), "param_group is a NoneType; give a dict with the key 'params'"),
     "add_param_group({})": (add_group(dict), "give a dict with the key 'params'"),
     "add params None": (add_group(lambda: {"params": None}), "'params' of the param group is None; give a list"),

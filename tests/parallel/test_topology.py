@@ -157,7 +157,7 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]
         (lambda: Topology.parse("row"), "'row' is neither axis=size nor alias"),
         (lambda: Topology.parse("row=x"), "row=x"),
-        (lambda: Topology.parse("row=2,row=2"), "'row' is twice in"),
+        (lambda: Topology.parse("row=2,row=2"), "'row' appears twice in"),
         (lambda: Topology.parse("self=2"), "'self' .*can't name an axis"),
         (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
     ],

@@ -360,12 +360,17 @@ class Setup:
         return self.average_data and self.sum_order == "any" and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
-        """Return the reasons why, after backward, gradients of ``params`` are not those of this rank's own samples."""
+        """Return the reasons why gradients of ``params`` after backward differ from those of this rank's samples alone."""
         reasons = []
         if switch is not None and not self.overlap and self.sum_order == "any":
-            reasons.append("data_parallel= averages gradients itself: leave it out, and `step` averages them")
+            reasons.append(
+                "data_parallel= averages gradients itself: leave it out, don't wrap the model, and `step` averages them"
+            )
         if not self.average_data:
-            reasons.append("other code averages gradients (average_data=False): leave it out, and `step` averages them")
+            reasons.append(
+                "other code averages gradients (average_data=False): remove that code and average_data=False, and `step` "
+                "averages them"
+            )
         if self.sum_order == "fixed":
             reasons.append("sum_order='fixed' moves gradients into partial sums after each backward: leave it out")
         if self.overlap:
@@ -373,7 +378,7 @@ class Setup:
         if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
             reasons.append("Sharded(gradients=True) averages gradients while backward runs: leave gradients=True out")
         if has_dtensors(params):
-            reasons.append("gradients of DTensors may be partial: declare plain parameters")
+            reasons.append("gradients of DTensors may be partial: use plain parameters and declare their layouts")
         return reasons
 
     def context(self, precision: Precision) -> PlacementContext:

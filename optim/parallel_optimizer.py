@@ -205,10 +205,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         copies of weights, in the second step. `add_param_group` and `refresh` also have object all-gathers, and steps
         are then counted again from 1. With default arguments, a step has one all-reduce per gradient bucket and one for
         the norm.
-    Host synchronization: in a step none, except for options above that need it, and in steps with an object all-gather.
+    Host synchronization: in a step none, except for options above that need it, in steps with an object all-gather, and in
+        steps that compare replicas for ``check_replicas="first"``.
     """
 
-    steps_windows = True  # `step` may be called in every micro-batch; it changes weights only in the last of a window
+    steps_windows = True  # with ``accumulation_steps``, `step` does nothing before the last micro-batch of a window
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
     last_stats: GradStats | None
 
@@ -220,8 +221,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _table: ParamTable
     _completion: GradientCompletion
     _clipping: GradientClipper
-    _agreement: StepAgreement | None  # None on one rank
-    _switch: GradSyncController | None  # as `grad_sync` returns it
+    _agreement: StepAgreement | None  # None if there is only one rank
+    _switch: GradSyncController | None  # the controller that the property `grad_sync` returns
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
@@ -535,8 +536,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 consecutive steps were skipped for a non-finite norm; this error comes at most 16 steps late.
             ReplicaMismatchError: On every rank: replicas differ. After the first comparison, `Fingerprints` raises it 16
                 steps late, but at once with ``on_nonfinite="raise"``.
-            TypeError: A gradient is complex or sparse; after the first step only the rank with the gradient raises. Or
-                on this rank: a ``"max_norm"`` of a param group is not a number; all ranks skip the step.
+            TypeError: A gradient is complex or sparse: in the first step every rank raises; later only the rank with the
+                gradient raises, and all ranks skip the step. Or on this rank: a ``"max_norm"`` of a param group is not a
+                number; all ranks skip the step.
             ValueError: A closure is given, or, on every rank, shards of a parameter are replicas (see
                 ``check_replicas``), or a check of the first step finds a wrong set-up, such as a
                 `DistributedDataParallel` around sharded parameters. Or on this rank: a ``"max_norm"`` of a param group
@@ -713,8 +715,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _scale_info(self) -> GradScaleInfo:
         """Return the numbers that divide this window's gradients, and the fields that are summed together with the norm.
 
-        The fields are the window's weight, and the vote of whether the loss was scaled. With several ranks they are also
-        hashes of the settings that must be equal on all ranks, and per parameter the number of shards with a gradient.
+        The fields are the window's weight and, with a loss scale, a vote that is negative if this rank's gradients are of
+        an unscaled loss. With several ranks there are two more fields: a hash of the settings that must be equal on all
+        ranks, and for each parameter this rank's number of shards with a gradient.
         """
         window, agreement = self._window, self._agreement
         if agreement is None:
@@ -843,15 +846,20 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._may_step_after_failed_backward = self._states.completes_failed_backward and (
             self._switch is None or self._switch.completes_failed_backward
         )
-        if registry.device.type == "cuda":  # NCCL would connect ranks in the first step, when memory is nearly full
+        if registry.device.type == "cuda":  # else NCCL connects ranks in the first step, when memory is nearly full
             registry.connect(*self._clipping.plan.groups(self._setup.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and compare its declarations over all ranks. Every rank must call it at the same point.
 
-        Parameters of other groups that were frozen or unfrozen are included, as in `refresh`.
+            optimizer.add_param_group({"params": model.head.parameters(), "lr": 1e-4})
 
+        Parameters of the other groups that were frozen or unfrozen are left out or included, as in `refresh`.
+
+        Args:
+            param_group: As in torch's `add_param_group`. If a list of optimizers was wrapped, ``"optimizer"`` must be the
+                index of the optimizer that gets the group.
         Raises: As the constructor; and RuntimeError, as `refresh`, for an unfrozen parameter in a
             `DistributedDataParallel`. Nothing is changed if it raises.
         Collectives: as the constructor, and one more object all-gather.
@@ -1025,9 +1033,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the threshold if gradients are clipped by a number, else the clipping rule; None: they are not clipped.
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
-        initial state. An invalid value raises the error that the constructor would raise, and changes nothing. If the new
-        rule needs other norms, such as norms per parameter, the next step on several ranks measures twice, with one host
-        synchronization.
+        initial state. An invalid value raises the error that the constructor would raise, and changes nothing. But a rule
+        that ``sum_order="fixed"`` does not support makes the next step raise an error. If the new rule needs other norms,
+        such as norms per parameter, the next step on several ranks measures twice, with one host synchronization.
 
         Collectives: none.
         """
@@ -1120,7 +1128,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def plan(self) -> ReductionPlan:
-        """Return the reduction plan: how the norm of the stepped tensors' gradients is summed over ranks. Print it."""
+        """Return the reduction plan, which says how the norm is summed over ranks. ``print(optimizer.plan)`` shows it."""
         return self._clipping.plan
 
     @property
@@ -1172,13 +1180,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return [reason for reason in reasons if reason is not None]
 
     def not_local(self) -> list[str]:
-        """Return the reasons why, after backward, gradients are not those of this data rank's own samples.
+        """Return the reasons why gradients after backward differ from the gradients of this data rank's own samples.
 
         Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets gradients
         that are already averaged, or partial. Each reason says what to change.
 
-        Collectives: none.
-        Host synchronization: none.
+        Collectives, host synchronization: none.
         """
         return self._setup.not_local(self._switch, self._model_params)
 
@@ -1233,9 +1240,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the `state_dict` of this rank, so that training continues bitwise identically. Every rank must call it.
 
-        A plain state dict of the wrapped optimizer is also accepted in a mode without master weights and loss scale. If
-        ``state_dict`` does not have the state that the clipping rule needs, the rule starts from its initial state, with
-        a warning.
+        A plain state dict of the wrapped optimizer is also accepted, in a mode without master weights and loss scale, and
+        without `Sharded`. If ``state_dict`` does not have the state that the clipping rule needs, the rule starts from its
+        initial state, with a warning.
 
         The current accumulation window is abandoned. With ``accumulation_steps`` or ``weight=``, the gradients of its
         micro-batches are cleared, because the next window would divide them by a wrong number. Otherwise the gradients

@@ -91,7 +91,8 @@ class Objective:
 
         Raises:
             ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or did not return a
-                tensor with one element or None. A rank whose ``loss_fn`` raised raises the same error.
+                tensor with one element or None. A rank whose ``loss_fn`` raised raises the same error. An error of
+                backward is raised on its rank only.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -193,7 +194,9 @@ def _number(loss: object) -> float | None:
     if loss is None:
         return None
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn returned {type(loss).__name__}; return the loss as a tensor, or None without a loss")
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}; return the loss as a tensor, or None on a rank without a loss"
+        )
     if loss.numel() != 1:
         raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss as a single number")
     return float(local_tensor(loss.detach()).double())
@@ -483,8 +486,8 @@ class Promise:
         known: The parameter.
         direction: This rank's part of the direction; None if the rank does not hold the parameter.
         value: The predicted derivative.
-        size: Expected size of the derivative along a random direction. Directions are scaled by it, not by ``value``:
-            that would make all predictions equal, so that the errors of two wrong parameters could cancel.
+        size: Expected size of the derivative along a random direction. Directions are scaled by it. Scaling by ``value``
+            would make all predictions equal, so that the errors of two wrong parameters could cancel.
     """
 
     known: KnownParameter

@@ -94,7 +94,8 @@ def assert_exact(
             the dense one.
         ValueError: On every rank: a parameter has no dense counterpart, a dense parameter has no counterpart on any
             rank, ``names`` has a name that no rank's model has, or a parameter is not declared.
-        TypeError: A step returns neither a model nor a model and a norm, or the two steps return different forms.
+        TypeError: On this rank: a step returns neither a model nor a model and a norm, or the two steps return different
+            forms.
 
     Collectives: per step, those of ``parallel_step`` and ``dense_step``, and a few object all-gathers. For steps that
         return a model only, also those of one `sync_gradients` and one `global_norm`.

@@ -819,7 +819,8 @@ class _Examination:
             return None
         sites, split = order.until_right(last, wrong), self._split()
         place = locate_fault(self.model, self.differences, sites, split)
-        if place is None and split.get(last.module):  # the gradient at the module's output is right
+        # All tested activations have right gradients, so most likely the sum is missing in the module of ``last``.
+        if place is None and split.get(last.module):
             into, out = HookPoint(last.module, "input"), HookPoint(last.module, "output")
             return Fault(into, out, "a sum is missing", split[last.module], likely=True)
         return place

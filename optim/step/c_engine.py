@@ -84,12 +84,8 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
     """Return the initial value of all elements of a new optimizer state that has its parameter's shape.
 
-    It is 0 except for ``"sum"`` of `torch.optim.Adagrad` and ``"step_size"`` of `torch.optim.Rprop`.
-
-    Args:
-        optimizer: The optimizer.
-        group: The parameter's param group.
-        name: The name of the state.
+    It is 0 except for ``"sum"`` of `torch.optim.Adagrad` and ``"step_size"`` of `torch.optim.Rprop`. ``group`` is the
+    parameter's param group.
     """
     if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
         return float(optimizer.defaults["initial_accumulator_value"])  # torch also ignores a param group's own value
@@ -173,9 +169,9 @@ class PointerTable:
         )
 
     def _writable(self, copies: LowPrecisionOut | None) -> list[Tensor | None]:
-        """Return for each row the half-precision copy that the kernels can write; None if there is none.
+        """Return for each row its half-precision copy, or None if the kernels can't write it. Empty if ``copies`` is None.
 
-        They write copies of one dtype, with the element order of the parameter.
+        The kernels write copies of one dtype, with the element order of the parameter.
         """
         if copies is None:
             return []
@@ -206,7 +202,7 @@ class ParamRows:
 
     Args:
         all_params: All parameters of the group.
-        state: The optimizer's state.
+        state: The optimizer's ``state``.
         names: The names of the states, from `states_in`.
         table: The rows.
         remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
@@ -234,7 +230,7 @@ class ParamRows:
 
     def keep(self) -> ParamRows:
         """Record the present tensors and addresses, with which `is_valid_for` compares, and return self."""
-        # If states have no other names, `_values_now` may call `dict.values`, which is faster than a look-up per name.
+        # If states have only these names, `_values_now` may call `dict.values`, which is faster than a look-up per name.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
         self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
@@ -254,11 +250,7 @@ class ParamRows:
         Parameters and remainders must also have the same dtypes, shapes and strides. ``state`` must have no new
         entries. No parameter that had neither a gradient nor a state may have a gradient now.
 
-        Args:
-            params: The parameters of the group.
-            state: The optimizer's state.
-            names: The names of the states, from `states_in`.
-            remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
+        ``params`` are the group's parameters now. The other arguments are those of the constructor.
         """
         now = self._values_now()
         return (
@@ -389,12 +381,10 @@ def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, 
 
 
 def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
-    """Return the compiled loops if they support the optimizer and can read ``numbers``; None otherwise.
+    """Return the compiled loops if they are in use, support the optimizer and can read ``numbers``; None otherwise.
 
-    Args:
-        optimizer: The optimizer.
-        numbers: 0-dim tensors that the loops must read, such as the skip flag; None is ignored. The loops can read
-            plain float32 and float64 tensors on the CPU.
+    ``numbers`` are 0-dim tensors that the loops must read, such as the skip flag; None is ignored. The loops can read
+    plain float32 and float64 tensors on the CPU.
     """
 
     def is_read(value: Tensor) -> bool:
@@ -410,12 +400,8 @@ def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> boo
     """Return True if the C loops or the Triton kernels can step the optimizer.
 
     The optimizer must be of a class in `SUPPORTED_OPTIMIZERS`, with ``fused=True`` and without ``differentiable``. It
-    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)`` must be True for every
-    hyper-parameter that is a tensor, such as ``lr``.
-
-    Args:
-        optimizer: The optimizer.
-        is_read: Returns True if the kernels can read a 0-dim tensor.
+    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether the kernels can
+    read a 0-dim tensor, must be True for every hyper-parameter that is a tensor, such as ``lr``.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
@@ -438,12 +424,8 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
     """Step all parameters with the cached rows and return True; otherwise change nothing and return False.
 
     It is the fast path of `step_by_loops`. It returns False if the loops can't step all parameters, or if cached rows
-    can't be reused.
+    can't be reused. ``request`` must have no split weights.
 
-    Args:
-        optimizer: The optimizer.
-        request: The inputs of the update, without split weights.
-        cache: The rows of earlier steps.
     Raises:
         MemoryError: The loops could not allocate memory.
     """
@@ -478,7 +460,6 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
         For each param group, the parameters with gradients that were not stepped.
     Raises:
         MemoryError: The loops could not allocate memory.
-    Collectives: none. Host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
     taken = [split_supported(rows, request.low_precision_out) for rows in groups]
@@ -496,11 +477,7 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
     For new rows, missing states of supported parameters with a gradient or some state are created: the step count is 0,
     and other states are filled with `first_value`.
 
-    Args:
-        optimizer: The optimizer.
-        device: The device of the kernels.
-        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
-        cache: The rows of earlier steps.
+    ``remainders`` are the int16 remainders of bfloat16 weights that are stepped as float32 masters.
     """
     spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = find_valid_rows(optimizer, device, remainders, cache)
@@ -509,7 +486,7 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
             names = states_in(group, spec)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
-            if not by_bucket.holders:  # no bucket is in the param groups; a bucket's parameters are temporary
+            if not by_bucket.holders:  # the parameters of a bucket are temporary, so their rows are not cached
                 cache[index, device] = rows.keep()
         found.append(rows)
     return found

@@ -1,7 +1,7 @@
 """Checks that all ranks run together in the first accumulation windows, and again after param groups were changed.
 
-They find missing gradients, gradients of an unscaled loss, weights that the step would overwrite, and parameters that
-the loss does not use.
+An accumulation window is the sequence of micro-batches between two steps. The checks find missing gradients, gradients
+of an unscaled loss, weights that the step would overwrite, and parameters that the loss does not use.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _FINDERS: list[Callable[[object], str | None]] = []
 
 
 def check_in_first_window(find: Callable[[object], str | None]) -> None:
-    """Register a check that runs as ``find(optimizer.param_groups)`` in the first window of each optimizer.
+    """Register a check that runs as ``find(optimizer.param_groups)`` in the first window of each `ParallelOptimizer`.
 
-    ``find`` returns None if it finds no error, else an error message. If it returns a message on any rank, all ranks
-    raise a ValueError with this message.
+    It runs again in the first window after param groups were added or refreshed. ``find`` returns None if it finds no
+    error, else an error message. If it returns a message on any rank, all ranks raise a ValueError with this message.
     """
     _FINDERS.append(find)
 
@@ -110,8 +110,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
         seen: The reports of all ranks.
         scaled: True if there is a loss scale.
     Raises:
-        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
-            the first step; or a pipeline schedule divided gradients twice.
+        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, although a backward ran
+            or the optimizer has made no step yet; or a pipeline schedule divided gradients twice.
         ValueError: A report has the message of an error (`GradientReport.wrong`), for example because the gradient of a
             DTensor has an unsupported layout, or a `DistributedDataParallel` wraps a sharded parameter.
     """
@@ -164,7 +164,7 @@ class ModelParams:
         self.modules, self.on_missing = list(modules), on_missing
 
     def missing_from(self, params: Iterable[Tensor]) -> tuple[str, ...]:
-        """Return the names of the modules' trainable parameters that are not in ``params``. Collectives: none."""
+        """Return the names of the modules' trainable parameters that are not in ``params``."""
         own, found = {id(param) for param in params}, dict[int, str]()
         for module in self.modules:
             inner = module.module if isinstance(module, DistributedDataParallel) else module

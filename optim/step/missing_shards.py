@@ -8,7 +8,8 @@ with zeros in place of missing gradients.
 Each rank counts, for each full tensor, its shards with a gradient. The collective that measures the gradient norm sums
 these counts. A rank steps each shard without a gradient in a separate update with zero gradients. The device skips this
 update if the sum of the tensor's counts is 0. This needs no host synchronization and no further collective. If an
-optimizer can't step in parts (`steps_in_parts`), the host reads the sums instead.
+elementwise optimizer can't step in parts (`steps_in_parts`), the host reads the sums instead. Full-tensor optimizers
+such as Muon ignore the sums: they step such shards in any case, because they treat a missing gradient as zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class MissingShards:
 
     Args:
         table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
-        device: The device of the tensor in `field`.
+        device: The device of the tensor that `field` returns.
     """
 
     def __init__(self, table: ParamTable, device: torch.device) -> None:
@@ -51,7 +52,8 @@ class MissingShards:
         Call it after the gradients were reduced.
 
         Returns:
-            A dict with one 1-dim float64 tensor, a field of the all-reduce of the norm. Empty if no rank has shards.
+            A dict with one 1-dim float64 tensor, a field of the all-reduce of the norm. Empty if all parameters are
+            replicated and there is one pipeline stage.
         Host synchronization: none.
         """
         if not self._count:
@@ -75,8 +77,8 @@ class MissingShards:
             counts: The sum of `field` over all ranks; None if `field` was empty.
             skip: 0-dim; 1: the update of all tensors is skipped.
         Yields:
-            A dict from each stepped tensor that had no gradient to a 0-dim flag. The flag is 1, to skip the update of
-            the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient.
+            A dict from each stepped tensor that got a gradient of zeros to a 0-dim flag. The flag is 1, to skip the update
+            of the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient on any rank.
         Host synchronization: none if ``counts`` and ``skip`` are on the device of this object.
         """
         missing = self._missing

@@ -65,9 +65,10 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 class SkipMonitor:
     """Counters of skipped steps, in total and by reason.
 
-    There are six counts: skipped steps; consecutive steps with a non-finite norm until now; steps whose gradients
-    bypassed `backward` and `window`; steps that ``commit=`` rejected; whether replicas have diverged (0 or 1); and
-    steps in which settings differed between ranks ("ranks disagreed").
+    There are six counts: skipped steps; consecutive steps with a non-finite norm until now; steps with gradients that
+    do not come from `ParallelOptimizer.backward` or `ParallelOptimizer.window` ("bypassed"); steps that ``commit=``
+    rejected; whether replicas have diverged (0 or 1); and steps in which settings differed between ranks ("ranks
+    disagreed").
 
     The counts are on the device. Each step starts a copy to host memory without waiting for it. `count` reads the copy
     of `LAG` = 16 steps earlier, which has usually arrived. All ranks read the counts of the same step, so they decide
@@ -110,7 +111,7 @@ class SkipMonitor:
             The reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None: training
             continues.
         Raises:
-            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago or, with
+            RuntimeError: On every rank: gradients bypassed `ParallelOptimizer.backward` `LAG` steps ago or, with
                 ``on_nonfinite="raise"``, in this step.
         Host synchronization: with ``"raise"``, one per checked flag (up to four), and one to read a non-finite norm.
             Otherwise the host only waits for the step `LAG` steps ago.
@@ -143,7 +144,7 @@ class SkipMonitor:
         """Return the reason for an error that ends training, or None, from the counts of all steps and replays until now.
 
         Raises:
-            RuntimeError: On every rank: gradients of a step bypassed the optimizer's `backward`.
+            RuntimeError: On every rank: gradients of a step bypassed `ParallelOptimizer.backward`.
         Host synchronization: one.
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
@@ -204,9 +205,9 @@ class SkipMonitor:
     def _earlier_counts(self) -> tuple[int, int, int, int]:
         """Return four counts as of `LAG` steps ago; zeros in the first `LAG` steps.
 
-        The counts are: consecutive steps with a non-finite norm, steps whose gradients bypassed `backward`, whether
-        replicas have diverged (0 or 1), and steps in which ranks disagreed. After `load_state_dict`, and after a report
-        of divergence, disagreement or bypassed gradients, the first `LAG` steps begin again.
+        The counts are: consecutive steps with a non-finite norm, steps with bypassed gradients, whether replicas have
+        diverged (0 or 1), and steps in which ranks disagreed. After `load_state_dict`, and after a report of divergence,
+        disagreement or bypassed gradients, the first `LAG` steps begin again.
         """
         if self._step < LAG:
             return 0, 0, 0, 0

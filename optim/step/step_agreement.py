@@ -79,8 +79,8 @@ class UsedClip:
 
     Args:
         rule: The rule from the optimizer's ``max_norm``; None: no rule.
-        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared; a
-            rank whose thresholds change has an error (`AgreedThresholds.now`).
+        all_groups: True if every rank has all param groups. False: thresholds of param groups are not compared, and
+            `AgreedThresholds.now` raises an error on a rank whose thresholds change.
 
     Attributes:
         number: A hash below 2^28, equal on ranks with equal clipping.
@@ -411,8 +411,8 @@ class StepAgreement:
         groups: For each rank, the indices of its param groups that have parameters.
         rule: The optimizer's clipping rule. Default None: it does not clip.
         all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
-        left_out: Names of the frozen parameters that the optimizer left out. In the methods, their indices follow those
-            of the plan's parameters. Default: none.
+        left_out: Names of the frozen parameters that the optimizer left out. In `ParamFacts`, their indices follow the
+            indices of the plan's parameters. Default: none.
 
     Attributes:
         sent: The values that the last result of `number` or `number_of_errors` was computed from.

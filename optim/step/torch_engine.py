@@ -53,8 +53,10 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if some parameters have states, and others have their first gradient, for which a captured step
-    would create states."""
+    """Raise RuntimeError if a parameter has a gradient but no state, although other parameters have states.
+
+    Each replay of a CUDA graph that captures the step would create this state again.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with_state = [bool(optimizer.state.get(param)) for param in params]
     if not any(with_state):
@@ -140,9 +142,10 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
     """Give states and gradients the strides of their parameters, before torch's fused kernels step.
 
-    Strides are not checked again if states are the same tensors as in an earlier step, all parameters have gradients,
-    and types, dtypes, shapes and strides of parameters and gradients are unchanged. They are always checked while param
-    groups hold only a bucket of the parameters (`by_bucket.holding`).
+    Strides of states are not checked again if the states are the same tensors as in an earlier step, and types, dtypes,
+    shapes and strides of the parameters are unchanged. Neither are strides of gradients if, in addition, all parameters
+    have gradients, whose types, dtypes, shapes and strides are unchanged. All strides are checked while param groups hold
+    only a bucket of the parameters (`by_bucket.holding`).
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if by_bucket.holders:  # param groups hold some of the parameters or temporary copies, so nothing is recorded
@@ -204,7 +207,6 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     differently, so replicas with different memory layouts would diverge. Empty parameters with other strides than a new
     tensor are replaced as well, because fused CUDA kernels compare their strides with those of the new states.
     Parameters without a gradient are not replaced. On exit without an error, the values of the copies are written back.
-    Collectives: none. Host synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
@@ -250,14 +252,13 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer with torch's kernels, `Lion`, or an optimizer of `meshstep.optim.whole`.
+    """Call the `step` of an optimizer that skips on the device: a fused one of torch, `Lion`, or a full-tensor optimizer.
 
     Args:
         optimizer: An optimizer for which `steps_on_device` is True.
         found_inf: 0-dim; 1 skips the update, 0 does not.
         factor: 0-dim factor by which gradients are multiplied before the update; None: 1.
-    Collectives: none with torch's optimizers.
-    Host synchronization: none with torch's optimizers.
+    Collectives, host synchronization: those of full-tensor optimizers; none with other optimizers.
     """
     params = params_of(optimizer)
     widen_gradients(params)

@@ -60,15 +60,16 @@ class UpdateEngine:
 
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
-    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients. Gradients of
-    other optimizers, and of float64 parameters of fused optimizers, are scaled in place in a separate pass.
+    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients. For other
+    optimizers, and if one of the parameters in a call of the optimizer's `step` is float64, a separate pass scales
+    gradients in place.
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
     Collectives: none, except in the steps of the optimizers of `meshstep.optim.whole`.
     Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
         skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has
-        tensors on the CPU, or tensors of an optimizer for which `steps_in_parts` is False.
+        tensors on the CPU, or tensors of an elementwise optimizer for which `steps_in_parts` is False.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +82,8 @@ class UpdateEngine:
         Args:
             request: The inputs of the update.
             around: Functions that are called as ``function(request, update)``, and must call ``update(request)``. For
-                the first function, ``update`` is `step`; for each later function it is the previous one. Default: none.
+                the first function, ``update`` is `step`; for each later function it is a call of the previous function.
+                Default: none.
         """
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
             request = replace(request, on_host=HostDecision(request.skip, request.factor))
@@ -93,8 +95,8 @@ class UpdateEngine:
     def step(self, request: UpdateRequest) -> None:
         """Call the functions of `invalidate_before_updates`, then update the parameters that are now in the param groups.
 
-        If ``request.skip`` is 1, all parameters keep their values. If the flag of a parameter in ``request.skip_of`` is 1,
-        this parameter does, unless a full-tensor optimizer steps it.
+        If ``request.skip`` is 1, all parameters keep their values. A parameter whose flag in ``request.skip_of`` is 1 keeps
+        its value, unless a full-tensor optimizer steps it.
         """
         for forget in _CACHES:
             forget()
@@ -181,7 +183,7 @@ class UpdateEngine:
                     weights.step(part, update)
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step each of the combined optimizers with kernels that support it.
+        """Step ``optimizer``, or each optimizer of a `CombinedOptimizer`, with kernels that support it.
 
         Host synchronization: one if `steps_on_device` is False for any of them.
         """
@@ -333,9 +335,7 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """Return a context manager in which param groups hold only the parameters at ``places``.
 
-    Args:
-        optimizer: The optimizer.
-        places: Pairs (index of the param group, position in the group).
+    ``places`` has pairs (index of the param group, position in the group).
     """
     bucket: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for index, at in places:
@@ -395,7 +395,7 @@ def step_by_triton(
         cache: The rows of earlier steps. Rows that can't be reused are replaced.
     Returns:
         For each param group, the parameters with gradients that were not stepped.
-    Collectives: none. Host synchronization: none.
+    Host synchronization: none.
     """
     from ..kernels.triton import KernelLaunch
 

@@ -47,8 +47,7 @@ class UpdateRequest:
     def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
         """Return this request with each tensor in ``skip_of`` replaced by its copy, if it has one.
 
-        Args:
-            copies: The copy in the param groups of each tensor that was replaced by a copy.
+        ``copies`` is a dict from tensors to the copies that replaced them in the param groups.
         """
         if not self.skip_of:
             return self
@@ -126,11 +125,11 @@ class SplitWeights:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
-        """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
+        """Call ``update`` once per bucket of the param groups' tensors, with float32 masters in place of split weights.
 
         Weights and remainders are updated. A skipped update changes nothing, because splitting a joined master restores
-        the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket's split weights.
-        These have up to `BUCKET_NUMEL` elements together, or are one larger weight.
+        the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket's split weights. A
+        bucket has split weights of up to `BUCKET_NUMEL` elements together, or one larger split weight.
         """
         buckets = self._buckets([group["params"] for group in optimizer.param_groups])
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
@@ -175,7 +174,7 @@ class SplitWeights:
         self._split_back(weights, together)
 
     def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return a buffer with the float32 masters, flat unless there is one weight, and one view of it per master."""
+        """Return a buffer with the weights' float32 masters (flat unless there is one weight), and one view per master."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
             flat = join_master(weights[0].detach(), remainders[0])
@@ -217,8 +216,10 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
-    """Give ``master`` the annotation, gradient and optimizer state of ``weight``; half-precision states with one
-    value per element become float32."""
+    """Give ``master`` the annotation, gradient and optimizer state of ``weight``.
+
+    Half-precision states with one value per element become float32.
+    """
     copy_annotation(weight, master)
     master.grad = weight.grad
     if state := optimizer.state.get(weight):

@@ -263,8 +263,8 @@ class Window:
         divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
         error: The error of `defer` in this window; None: no error.
-        failed: As in `ErrorFacts`.
-        last_failure: As ``last`` in `ErrorFacts`.
+        failed: The number of steps and explicit clips in which this rank raised an error at once (`ErrorFacts.failed`).
+        last_failure: The class name and text of the last of these errors; empty: there was none.
     """
 
     def __init__(self, steps: int | None, scaled: bool = False, alone: bool = True) -> None:
@@ -596,7 +596,7 @@ class Window:
     def mask_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss``, times 0 if the running micro-batch has the weight 0. No host synchronization.
 
-        The backward of such a loss is not left out, because its collectives wait for this rank.
+        The backward of such a loss must still run, because other ranks may wait for this rank in its collectives.
         """
         weight = self.micro_batch_weight
         if isinstance(weight, Tensor):
@@ -714,11 +714,11 @@ _SCALED = 2.0**30
 
 
 class _OtherBackward:
-    """A hook on a parameter that records that a backward ran. It has no reference to the window, to avoid a cycle.
+    """A hook on a parameter that records that a backward ran. It has no reference to the window: that would be a cycle.
 
     Args:
-        before: The record of the last parameter's gradient at the time when the hook was registered. A backward that
-            leaves this gradient unchanged, as in `prove`, is accepted.
+        before: The record of the last parameter's gradient at the time when the hook was registered. A backward is
+            accepted if this gradient is unchanged afterwards; for example, `prove` restores gradients.
     """
 
     def __init__(self, before: _Gradient) -> None:

@@ -54,8 +54,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """Return the combined optimizers. Each first gets its current param groups, and the shared ``state``, from this
-        object."""
+        """Return the combined optimizers, after setting their param groups and ``state`` to those of this object."""
         self._share()
         return self._parts
 
@@ -284,7 +283,7 @@ class CallGuard:
                 vars(optimizer)[name] = _forwarded(self, self._optimizer, method, listed)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise RuntimeError unless this library called ``optimizer.step``."""
+        """Raise RuntimeError unless this library called ``optimizer.step``, or no `ParallelOptimizer` exists any more."""
         if not own_calls.depth and self.owner() is not None:
             raise RuntimeError(
                 f"step() was called on the {kind_of(optimizer)} that a ParallelOptimizer wraps, which would step this rank "

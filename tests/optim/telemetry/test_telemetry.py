@@ -302,7 +302,7 @@ def test_telemetry_rejects_noise_scale_without_local_gradients_and_different_int
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"states": Sharded("data", gradients=True)}, 1, "leave gradients=True out"),
         ({"overlap": True}, 1, "leave overlap out"),
-        ({"average_data": False}, 1, "leave it out, and `step` averages them"),
+        ({"average_data": False}, 1, "remove that code and average_data=False"),
         ({}, 0, "every= of Telemetry"),
     ]
     found = world.run_each(refused, [(2, (options, every)) for options, every, _ in cases])

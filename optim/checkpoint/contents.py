@@ -598,7 +598,7 @@ class OptimizerState(NamedTuple):
     rest: dict[str, Any]  # ``state_dict()["meshstep"]`` without coordinates: precision, loss scale and more
 
     def names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of those parameters of a param group of `groups` that are in ``stepped``."""
+        """Return the names of the parameters in ``group``, an item of `groups`, that `stepped` contains."""
         return [self.stepped[position].name for position in group["params"] if position in self.stepped]
 
 

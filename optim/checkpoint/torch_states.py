@@ -154,7 +154,7 @@ class ParameterStates:
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)
         for offset, part in parts.items():
             flat[offset : offset + part.numel()].copy_(part.reshape(-1))
-        dist.all_reduce(flat.view(torch.uint8), group=group)  # exact: all ranks except one add zeros
+        dist.all_reduce(flat.view(torch.uint8), group=group)  # exact, because all ranks except one add zeros
         return flat
 
     def local_part(self, value: Tensor) -> Tensor:

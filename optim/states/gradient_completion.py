@@ -127,7 +127,8 @@ class GradientCompletion:
         Host synchronization: in these three windows. In other windows only if a transform or an observer needs it, as
             `Offloaded` does after other code wrote weights.
         """
-        if window.phase in ("complete", "clipped") or window.decision is not None:  # a clipped window may be broken
+        # After an explicit clip, ``decision`` is not None, but ``phase`` may be "broken" instead of "clipped".
+        if window.phase in ("complete", "clipped") or window.decision is not None:
             return None
         self._check_converted()
         for observer in self.chain.observers:

@@ -320,7 +320,7 @@ class ModelDtypes(ParamTransform):
         return {"dtypes": sorted({str(param.dtype) for param in params})}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the entry ``"dtypes"`` of ``state`` is not a list of texts."""
+        """Raise ValueError if the entry ``"dtypes"`` of ``state`` is not a list of strings."""
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,7 +353,7 @@ class Masters(ParamTransform):
     def __init__(self, main_grads: bool, cast: bool = True) -> None:
         self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
-        self._has_failed = False  # `collect` raised an error, such as for weights that other code wrote
+        self._has_failed = False  # True after an error of `pull_grads`, for example because other code wrote weights
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         if self.masters is None:
@@ -395,7 +395,7 @@ class Masters(ParamTransform):
                 late.append(master)
         copies = LowPrecisionOut(masters.param_of)
         update(replace(request, low_precision_out=copies))
-        if not self._has_failed:  # otherwise the step is skipped, and it would restore weights that other code wrote
+        if not self._has_failed:  # else the step is skipped, and `write_back` could undo writes of other code
             masters.write_back(copies.written)
         if late:
             clear_gradients(late, set_to_none=True)  # the next step of CPU offload sets the copies' gradients again

@@ -345,7 +345,7 @@ class OffloadTransform(ParamTransform):
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return ``plan``, and record the present places of the offloaded parameters in the param groups."""
+        """Return ``plan``, and record the current places of the offloaded parameters in the param groups."""
         sizes: Counter[int] = Counter()
         for at, entry in zip(positions, plan.entries, strict=True):
             for given in at.path:

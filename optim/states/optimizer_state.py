@@ -186,7 +186,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
     Args:
         name: Name of the hyper-parameter, such as "lr".
         value: The saved value.
-        now: The optimizer's present value.
+        now: The optimizer's current value.
         where: The param group, for the error.
     """
     field = f"{where}[{name!r}]"
@@ -341,7 +341,8 @@ class Saved:
             {"state": inner.state, "param_groups": inner.param_groups},
             scale.state_dict() if scale else {},
         )
-        own = state.get("meshstep") if isinstance(state, Mapping) else None  # `check` raises on every rank otherwise
+        # If ``state`` is not a dict, `check` raises the error below, on every rank.
+        own = state.get("meshstep") if isinstance(state, Mapping) else None
 
         def load() -> None:
             self.check(state)

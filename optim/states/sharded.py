@@ -181,12 +181,12 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Set all shards to the values of the parameters, even if no write was detected, as after one through ``.data``."""
+        """Set all shards to the values of the parameters, even if no write was detected, such as one through ``.data``."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
     def gather(self) -> Finish:
-        """Start to gather the slices of all ranks into the parameters. The returned function waits and completes it.
+        """Start to gather the slices of all ranks. The returned function waits for them and writes them to the parameters.
 
         Collectives: one all-gather over the axes of the bucket.
         """
@@ -274,7 +274,7 @@ class ZeroBucket:
         return finish
 
     def end_window(self) -> None:
-        """Set ``gradients`` to the sums of the window if the bucket itself sums them in the order of the tree."""
+        """Set ``gradients`` to the sums of the window if `in_fixed_order` is True; else do nothing."""
         if self._tree is not None:
             self.receive(self._tree.finish())
 
@@ -370,11 +370,12 @@ class ShardingDecision(NamedTuple):
 def choose_sharded_axes(
     entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
 ) -> ShardingDecision:
-    """Decide over which of the axes of ``axis`` the optimizer state of a parameter is sharded.
+    """Choose the mesh axes over which the optimizer state of a parameter is sharded.
 
-    Candidates are the axes larger than 1 over which the parameter is replicated and not tied. If the gradient must
-    still be summed over some candidates, only these are used; otherwise all are used. Frozen and empty parameters are
-    not sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be moved during backward.
+    Candidates are the axes of ``axis`` that are larger than 1 and over which the parameter is replicated and not tied.
+    If the gradient must still be summed over some candidates, only these are used; otherwise all are used. Frozen and
+    empty parameters are not sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be
+    moved during backward.
 
     Args:
         entry: The parameter's entry in the plan.
@@ -457,7 +458,7 @@ class Sharded(StatePlacement):
             `backward` for every micro-batch. Default False (ZeRO-1): gradients are reduced at the end of an
             accumulation window.
         compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default
-            None: without compression.
+            None: without compression. Not supported with ``sum_order="fixed"``.
 
     With ``gradients=True`` most buckets are reduced while backward runs. Buckets of owned parameters, and buckets whose
     layout differs between ranks, are reduced at the end of backward. So are all buckets if the model itself may issue

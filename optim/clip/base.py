@@ -8,16 +8,16 @@ gradients, without the loss scale.
     "total"        0-dim                    0-dim; applied in the update if the optimizer supports it
     "groups"       [param groups]           one per param group
     "parameters"   [logical parameters]     one per parameter, for all of its shards
-    "named"        [patterns + 1]           one per pattern of the rule's `patterns`, and one for all other parameters
+    "named"        [patterns + 1]           one per name pattern (`Clip.patterns`), and one for all other parameters
     "units"        [units of all params]    one per unit: a slice along a dim, such as a row
 
 A step with a non-finite total norm is skipped, whatever the rule returns. The collectives that compute the total norm
 also compute all other norms that rules need. Rules must not synchronize the host.
 
-A rule has no mutable state. It declares its initial state (`Clip.initial`), and `ClipState` keeps the current state in
-tensors. So one rule object can serve several optimizers. `ClipState` passes the tensors to `Clip.decide`, and stores
-the returned state. The state stays unchanged if the step is skipped because of a non-finite norm, a vote of a rank,
-replicas that differ, or ranks that disagree. If only the rule itself skips the step, the returned state is stored.
+A rule object is immutable, so it can serve several optimizers. It declares its initial state (`Clip.initial`), and a
+`ClipState` keeps the current state in tensors. `ClipState` passes the tensors to `Clip.decide`, and stores the returned
+state. The state stays unchanged if the step is skipped because of a non-finite norm, ``commit=``, replicas that differ,
+or ranks that disagree. If only the rule itself skips the step, the returned state is stored.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
     Args:
         value: The threshold.
         name: Name of the argument, for the error.
-        infinite: True: ``math.inf`` is allowed; it excludes a param group from clipping. Default: False.
+        infinite: True: ``math.inf``, which excludes a param group from clipping, is allowed. Default: False.
     Raises:
         TypeError: The threshold is not a number.
         ValueError: The threshold is not positive, or it is infinite although ``infinite`` is False.
@@ -245,7 +245,7 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
         without = "math.inf: this group is not clipped" if infinite else "an optimizer with max_norm=None does not clip"
-        raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
+        raise ValueError(f"{name}={value}: give a finite number > 0, for gradients without the loss scale ({without})")
 
 
 def check_positive(value: float, name: str) -> None:
@@ -262,7 +262,7 @@ def check_whole_number(value: int, name: str, least: int) -> None:
 
 
 def check_decay(value: float, name: str) -> None:
-    """Raise ValueError unless ``value`` is a decay in [0, 1) of an exponential mean; TypeError if it is not a number."""
+    """Raise ValueError unless ``value``, the decay of an exponential mean, is in [0, 1); TypeError if it is no number."""
     check_scalar(value, name)
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of the previous mean")
@@ -278,8 +278,9 @@ Numbers = float | list[float] | dict[str, float]
 
 
 class ClipState:
-    """A clipping rule with its state. `ParallelOptimizer` constructs one from ``max_norm=``. Construct one to pass it to
-    `clip_grad_norm_`:
+    """A clipping rule with its state. `ParallelOptimizer` constructs one from ``max_norm=``.
+
+    Construct one to pass it to `clip_grad_norm_`:
 
         clip = ClipState(ZClip())
         for batch in batches:
@@ -305,7 +306,10 @@ class ClipState:
 
     @property
     def needs_names(self) -> bool:
-        """Return True if the rule has norms or state per parameter, so that ranks must agree on the parameters' names."""
+        """Return True if the rule has norms per parameter, name or unit, or state per parameter.
+
+        Ranks must then agree on the parameters' names.
+        """
         of_each = any(isinstance(value, PerParameterState) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 
@@ -321,12 +325,12 @@ class ClipState:
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> ClipResult:
-        """Return the result of the rule in one step. Create missing state tensors; call `remember` to update them.
+        """Return the result of the rule in one step, and create missing state tensors. `remember` stores the new state.
 
         Args:
             norms: The norms of the gradients without the loss scale.
-            rule: A rule to apply with this state instead of the attribute `rule`: for example this rule combined with
-                thresholds of param groups. None (default): the attribute `rule`.
+            rule: A rule to apply with this state instead of `ClipState.rule`, such as this rule combined with thresholds
+                of param groups. None (default): `ClipState.rule`.
         Raises:
             RuntimeError: A CUDA graph is captured before the state tensors exist, or the rule assigned a new object to one
                 of its attributes during a capture.

@@ -3,10 +3,11 @@
     final gradient = gradient * inverse * factor,      factor = rule(norms * inverse, state)
     inverse = D / W / loss scale
 
-Before clipping, a gradient still contains the loss scale. Gradient reduction divided it by the number D of
-data-parallel ranks, but the mean over an accumulation window needs a division by the window's total weight W, such as
-its number of tokens. Without weights, W is D times the number of micro-batches in the mean. With ``sum_order="fixed"``,
-gradient reduction only sums, and D is 1. Rules and `GradStats` receive the norms of ``gradient * inverse``.
+Before clipping, a gradient still contains the loss scale. Gradient reduction has divided it by the number D of
+data-parallel ranks. But the mean over an accumulation window (the micro-batches of one step) needs a division by the
+window's total weight W, such as its number of tokens. Without weights, W is D times the number of micro-batches in the
+mean. With ``sum_order="fixed"``, gradient reduction only sums, and D is 1. Rules and `GradStats` receive the norms of
+``gradient * inverse``.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class SkipVote:
         device: The device on which votes are summed.
 
     Attributes:
-        problem: The exception that ``commit`` raised on this rank in the last step; or a TypeError, if its result was
-            neither a bool nor a 0-dim bool tensor. Such a result counts as a vote to skip. None: no exception.
+        problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError if its result was
+            neither a bool nor a 0-dim bool tensor. Both count as a vote to skip. None: no exception.
     """
 
     def __init__(self, commit: Commit | None, watch: FingerprintMonitor | None, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class SkipVote:
 
         Args:
             gradients: One gradient, or None, per entry of the plan.
-        Host synchronization: that of ``commit``; none by this method if all tensors are on one device.
+        Host synchronization: that of ``commit``; otherwise none if all tensors are on one device.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
         fingerprints = [] if self.watch is None else self.watch.slots(gradients)
@@ -85,7 +86,7 @@ class SkipVote:
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Evaluate the votes of all ranks, and return (rejected, replicas_diverged), each 0-dim float32, for `GradStats`.
+        """Return (rejected, replicas_diverged), each 0-dim float32, for `GradStats`, from the votes of all ranks.
 
         ``rejected`` is 1 if ``commit`` on any rank voted to skip the step; None without ``commit``. ``replicas_diverged``
         is 1 if ``watch`` found different replicas; None without ``watch``.
@@ -227,7 +228,7 @@ class GradScaleInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreedThresholds:
-    """The ``max_norm`` of each param group of the model. Pipeline stages with fewer param groups use the same thresholds.
+    """The ``max_norm`` of each param group of the model, also of groups that only other ranks (pipeline stages) have.
 
     Args:
         values: One threshold per param group. None: the group has no ``max_norm``.
@@ -243,10 +244,8 @@ class AgreedThresholds:
         return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return one threshold per param group: for groups on this rank the present ``max_norm``, else the agreed value.
+        """Return one threshold per param group: for this rank's groups their present ``max_norm``, else the agreed value.
 
-        Args:
-            param_groups: This rank's param groups.
         Raises:
             ValueError: A threshold of this rank changed, and some ranks have fewer param groups.
         """
@@ -260,9 +259,7 @@ class AgreedThresholds:
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`.
-
-        Without thresholds, return ``clip``.
+        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`; ``clip`` if there are none.
 
         Args:
             clip: The rule of the optimizer. None: no rule.
@@ -302,7 +299,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
     """Return the ``max_norm`` of all param groups of the model, from the values of every rank.
 
     Args:
-        by_rank: For each rank the ``max_norm`` of each of its param groups, or None.
+        by_rank: For each rank the ``max_norm`` of each of its param groups (None: it has none).
     Raises:
         ValueError: Two ranks have different values for one group.
     """
@@ -401,7 +398,7 @@ class GradientClipper:
         self._one: Tensor | None = None
 
     def replan(self, plan: ReductionPlan) -> None:
-        """Replace the plan by ``plan``, which has the same entries and, for example, also parameter names."""
+        """Replace the plan by ``plan``, which has the same entries and may also have parameter names."""
         self.plan = plan
         self._measurers.clear()
         self._named.clear()
@@ -443,12 +440,12 @@ class GradientClipper:
             clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
                 itself. None: gradients are unscaled, and clipped only in param groups with a ``max_norm``.
             scale_info: The factors that gradients still contain.
-            in_place: True: unscale and clip in place. False (default): return the factor in the decision if one factor
-                applies to all gradients and the rule does not change gradients in place.
+            in_place: True: unscale and clip in place. False (default): if one factor applies to all gradients, and the rule
+                does not change gradients in place, only return this factor in the decision.
             earlier: An earlier decision of the same accumulation window. None (default): this is the first decision. Ranks
                 vote only in the first decision of a window.
             captured: True: a CUDA graph is being captured.
-            rule: The rule in ``clip``, combined with the thresholds of param groups (`add_thresholds`).
+            rule: The rule in ``clip``, combined with the thresholds of param groups (`add_thresholds`). None: no rule.
         Raises:
             ValueError: On every rank: all shards of a parameter are equal, so it is probably replicated.
             TypeError: The rule returned a state that its `Clip.initial` does not have.
@@ -519,11 +516,10 @@ class GradientClipper:
         return decision if earlier is None else decision.after(earlier)
 
     def add_thresholds(self, clip: ClipState | None) -> tuple[Clip | None, Exception | None]:
-        """Return the rule in ``clip`` combined with the ``max_norm`` of param groups, and an error of this rank.
+        """Return the rule in ``clip`` combined with the ``max_norm`` of param groups, and this rank's error or None.
 
-        After an error, the rule is the one in ``clip``, so that this rank takes part in the collectives of `__call__`.
-        The caller must then make all ranks skip the step. The error is an error of `AgreedThresholds.rule`. None: no
-        error.
+        The error is an error of `AgreedThresholds.rule`. It is returned with the rule in ``clip``, so that this rank takes
+        part in the collectives of `__call__`. The caller must then make all ranks skip the step.
         """
         given, groups = None if clip is None else clip.rule, self.optimizer.param_groups
         if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in groups)):

@@ -71,7 +71,7 @@ def _check_tensors(kinds: set[type]) -> None:
 
 @dataclass
 class OneShotParams:
-    """The parameters and gradients of one call, such as `clip_grad_norm_`.
+    """The parameters and gradients of one call of a function such as `clip_grad_norm_`.
 
     Args:
         given: The (name, parameter) pairs of the call.
@@ -79,8 +79,7 @@ class OneShotParams:
         gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
         annotations: The layout of each parameter; for a DTensor also from its placements. None: a plain parameter that was
             not declared.
-        known_sizes: Number of elements per parameter: of its gradient, or of the parameter if it has no gradient. It is
-            only given if all gradients are dense and real. None (default): not known.
+        known_sizes: The result of `sizes`, if all gradients are known to be dense and real. None (default): not known.
         undeclared_are_replicas: True: undeclared parameters count as replicated over all axes for which they have no
             placement. Default: False.
     """
@@ -120,7 +119,7 @@ class OneShotParams:
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
         """Call ``change(gradients)``, which writes to the gradients in place.
 
-        Gradients that are marked as already reduced (`mark_complete`) stay marked.
+        Partial and tied gradients that are marked as already summed over ranks (`mark_complete`) stay marked.
         """
         with keep_complete_marks((self.params[i], self.gradients[i]) for i, _ in self.pending):
             change(self.gradients)
@@ -135,7 +134,7 @@ class OneShotParams:
         ]
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
-        """Return this rank's reduction plan of the parameters. Raises: As `entries_of` and `ReductionPlan.of`."""
+        """Return this rank's reduction plan of the parameters. Raises as `entries_of` and `ReductionPlan.of`."""
         named = [param if name is None else (name, param) for name, param in self.given]
         entries = entries_of([named], registry.topology, undeclared_are_replicas=self.undeclared_are_replicas)
         return ReductionPlan.of(entries, registry.topology, registry.global_rank)
@@ -158,7 +157,7 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
 
 
 def _checked_plan(listed: OneShotParams, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return the plan of this rank. Raises: As `check_gradients` and `OneShotParams.plan`."""
+    """Return this rank's reduction plan. Raises as `check_gradients` and `OneShotParams.plan`."""
     check_gradients(listed, registry)
     return listed.plan(registry)
 
@@ -170,13 +169,13 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# A rule with factors per parameter, named group or unit needs to know which shards belong to one logical
-# parameter. A `ParallelOptimizer` reads this from its plan. Functions of this module make a plan in the first call with
-# a `ClipState`, and compare it over all ranks.
+# A rule with factors per parameter, named group or unit needs a plan, which assigns shards to logical parameters. A
+# `ParallelOptimizer` has a plan. Functions of this module make one in the first call with a `ClipState`, and compare it
+# over all ranks.
 
 
 class StatefulClipper:
-    """Clips one list of parameters by a rule that does more than scale all gradients equally, such as `PerParameter`.
+    """Clips the same list of parameters in every call, by a rule that `_needs_only_total` rejects, such as `PerParameter`.
 
     Args:
         listed: The parameters of the first call.
@@ -216,7 +215,7 @@ class StatefulClipper:
     def check_options(self, clip: ClipState, norm_type: float, reduction: Reduction) -> None:
         """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call.
 
-        Collectives: those of a call, if it raises. The other ranks wait in these collectives.
+        Collectives: if it raises, those of a call, in which the other ranks may wait.
         """
         if (norm_type, reduction) != self.options:
             first_norm_type, first_reduction = self.options
@@ -259,7 +258,7 @@ class StatefulClipper:
     def take_part(self, clip: ClipState) -> None:
         """Run the collectives of `__call__` before this rank raises.
 
-        On the other ranks, the call then returns ``found_inf`` = 1, or 0 if the norm is 0.
+        On the other ranks, `__call__` then returns ``found_inf`` = 1, or 0 if the norm is 0.
         """
         self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
 
@@ -284,7 +283,7 @@ def global_norm(
     *,
     reduction: Reduction = "packed",
 ) -> GradStats:
-    """Return the global p-norm of the gradients of ``params``. The gradients stay unchanged.
+    """Return the global p-norm of the gradients of ``params``, without changing the gradients.
 
         stats = global_norm(model.parameters(), registry)
         print(float(stats.total_norm))
@@ -316,7 +315,7 @@ def global_norm(
 
         A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
         Other calls raise it only on the rank with the wrong argument, parameter or gradient. The norm is then NaN on the
-        other ranks; without a registry, they may instead wait for this rank until the timeout.
+        other ranks. Without a registry, or with ``norm_type`` >= 12, they may instead wait until the timeout.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -341,7 +340,7 @@ def _listed(
 ) -> tuple[OneShotParams, ProcessGroupRegistry]:
     """Return the parameters of one call, and ``registry``; if it is None, a registry made from the DTensors' meshes.
 
-    Raises: As `OneShotParams.of`, `registry_of_meshes` and `check_registry`.
+    Raises as `OneShotParams.of`, `registry_of_meshes` and `check_registry`.
     Collectives: those of `registry_of_meshes`, only if ``registry`` is None.
     """
     is_inferred = registry is None
@@ -359,11 +358,10 @@ def _listed(
 def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
     """Compare the replicas of all parameters and of their gradients over all ranks, once per registry.
 
-    The function only compares if ``registry`` was made from DTensors, until one comparison with it has succeeded. With
-    another registry, or in a world of one rank, it does nothing.
+    Does nothing if ``registry`` was not made from DTensors, after a successful comparison with it, and on a single rank.
 
-    Raises: As `agreed`; ReplicaMismatchError on every rank.
-    Collectives: those of `agreed` and one all-reduce, if it compares. Host synchronization: if it compares.
+    Raises as `agreed`; ReplicaMismatchError on every rank.
+    Collectives, host synchronization: if it compares, those of `agreed`, and one all-reduce that the host reads.
     """
     state = _CACHES.setdefault(registry, _RegistryCache())
     if state.checked or not listed.undeclared_are_replicas or registry.topology.world_size == 1:
@@ -556,7 +554,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
     If ranks have not compared their declarations with this registry, or with "per_group", they compare them first.
 
-    Raises: As `agreed`, if ranks compare; else as `check_gradients` and `OneShotParams.plan`, on this rank only.
+    Raises as `agreed`, if ranks compare; else as `check_gradients` and `OneShotParams.plan`, on this rank only.
     """
     state = _CACHES.setdefault(registry, _RegistryCache())
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
@@ -589,15 +587,15 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 def _take_part(error: Exception, registry: object, reduction: object, call: str, clip: ClipState | None = None) -> None:
     """Run the collective of a call in which the other ranks wait, before this rank raises ``error``.
 
-    If the call compares declarations, the other ranks then raise the error, too; otherwise they get a non-finite norm, or
-    ``found_inf`` = 1.
+    If the call compares declarations, the other ranks then raise the error too. Otherwise they get a norm of NaN, or
+    ``found_inf`` = 1. Exception: ranks whose norm has p >= `HIGH` wait until the timeout, because p = 2 is used here.
 
     Args:
         error: An error about an argument, before any collective of the call.
         registry: The argument of the call. If it is not a `ProcessGroupRegistry`, nothing is done.
         reduction: The argument of the call.
         call: The name of the called function.
-        clip: The rule of the call; None: without a rule, or the error is about the rule. Default: None.
+        clip: The rule of the call. None (default): the call has no rule, or the error is about the rule.
     """
     if not isinstance(registry, ProcessGroupRegistry):
         return

@@ -101,9 +101,9 @@ class ByGroup(Clip):
     gradients then do not lower the coefficient of other groups.
 
     Args:
-        thresholds: One threshold per param group. None, or a tuple that is too short: the group has no threshold of its
-            own, and is clipped by ``others``. ``math.inf``: the group is not clipped, and its gradients do not enter the
-            common norm.
+        thresholds: One threshold per param group. None: the group has no threshold of its own, and is clipped by
+            ``others``; so are groups for which the tuple is too short. ``math.inf``: the group is not clipped, and its
+            gradients do not enter the common norm.
         others: The threshold for the common norm of all groups without a threshold. None (default): these groups are
             not clipped.
         norm_type: The p of the groups' norms and of the common norm; p >= 1, or inf. None (default): the ``norm_type`` of
@@ -340,11 +340,11 @@ def _to_rule(value: OfGroup) -> Clip | None:
 # The argument ``max_norm=`` -------------------------------------------------------------------------------------------
 
 ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
-"""The types of ``max_norm=``: a threshold of the global norm, a rule, or a dict for `ByName`. None: measure only."""
+"""The types of ``max_norm=``: a threshold of the global norm, a rule, or a dict for `ByName`. None: no clipping."""
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
-    """Return the checked rule that the argument ``max_norm=`` describes; None without a rule (``max_norm=None``).
+    """Return the checked rule that the argument ``max_norm=`` describes; None if it is None.
 
     Raises:
         TypeError: A threshold is neither a number nor callable, or another argument of the rule is not a number.
@@ -371,15 +371,15 @@ def in_use(max_norm: ClipSpec) -> ClipState | None:
 
 
 def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Check that the rule supports the plan's parameters. Return ``plan``, with parameter names if the rule needs them.
+    """Return ``plan``, with parameter names if the rule needs them, after a check that the rule supports the parameters.
 
     Args:
         clip: The rule. None: nothing is checked.
         plan: A plan that all ranks have compared (`norm.plan_agreement.agree`).
         registry: The process groups.
     Raises:
-        ValueError: On every rank: the rule does not support a parameter, or one of its patterns is the first match of no
-            parameter.
+        ValueError: On every rank: the rule does not support a parameter, one of its patterns is the first match of no
+            parameter, or a `ByName` without ``others`` has no pattern for a parameter.
     Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none.
     """
     if clip is None or not ClipState(clip).needs_names:
@@ -394,7 +394,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
 def check_packed(clip: Clip | None, reduction: str) -> None:
     """Raise ValueError if ``reduction`` is not ``"packed"`` and the rule needs norms of units or of weights."""
     if clip is not None and reduction != "packed" and (clip.weights or clip.level == "units"):
-        raise ValueError(f"max_norm={clip!r} needs reduction='packed', which computes its norms")
+        raise ValueError(f"max_norm={clip!r} needs norms that only reduction='packed' computes: leave reduction= out")
 
 
 # AdaGC ----------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Global norms that are bitwise equal for any number of data ranks: exact sums of the gradients' powers.
+"""Global norms that are bitwise equal for any number of data ranks: exact sums of |g|^p over the gradients' elements.
 
 A sum of float64 numbers depends on the order of the additions, because each addition rounds. If all summands are multiples
 of one quantum and the sum has at most 53 bits, then no addition rounds, and every order gives the same sum. So:
 
-1. Each rank computes one power per chunk of `CHUNK` elements. Shards begin at multiples of `CHUNK` elements of a parameter,
-   so each chunk is on one rank, and its power is the same for any number of ranks.
+1. Each rank computes one power, the sum of |g|^p, per chunk of `CHUNK` elements. If data ranks shard a parameter, their
+   shards begin at multiples of `CHUNK` elements. So each chunk is on one rank, and its power is the same for any number
+   of data ranks.
 2. The ranks agree on the largest chunk power, 2**(e-1) <= top < 2**e.
 3. Each chunk power is split into three summands, multiples of 2**(e-18), 2**(e-36) and 2**(e-54). The first, second and
    third summands of all chunks have separate sums, which do not round for up to 2**34 chunks. Only the remainder of each
@@ -33,7 +34,7 @@ from .plan import ReductionPlan
 from .powers import means_by_loops
 
 CHUNK = MEAN_OF
-"""Number of elements per chunk, a power of 2. Shards of parameters begin at multiples of it (``ALIGNMENT`` of buckets)."""
+"""Number of elements per chunk, a power of 2. Equal to the alignment of shards, ``gradients.buckets.ALIGNMENT``."""
 
 LEVELS, BITS = 3, 18
 """Number of summands per chunk power, and the number of bits of each summand."""
@@ -45,11 +46,11 @@ BLOCK = 2**17
 def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the mean of |g|^p per chunk of the gradients, [chunks] float64, for p = 1 or 2.
 
-    A mean is the sum divided by `CHUNK`, a power of 2, without rounding. Its additions have a fixed order.
+    The additions have a fixed order. The division by `CHUNK`, a power of 2, does not round.
 
     Args:
         gradients: Contiguous 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
-        norm_type: p, 1 or 2.
+        norm_type: p.
     """
     if chosen.native is not None and gradients[0].is_cpu:
         found = means_by_loops(chosen.native, gradients, norm_type)
@@ -86,8 +87,9 @@ class ExactNorm(GlobalNorm):
         norm = ExactNorm(plan, registry, norm_type=2.0)
         norms = norm([param.grad for param in params])
 
-    For p = inf it is the same as `GlobalNorm`, because a maximum never rounds. ``norms.extra``, the sum of ``extra``, is
-    only exact if the summands are whole numbers. For p = 1 and 2 a non-finite gradient gives NaN for all norms.
+    For p = inf it computes the same as `GlobalNorm`, because a maximum never rounds. For p = 1 and 2 a non-finite
+    gradient gives NaN for all norms. ``Norms.extra`` does not depend on the number of ranks if its summands are whole
+    numbers.
 
     Args:
         plan, registry: As in `GlobalNorm`.
@@ -115,7 +117,7 @@ class ExactNorm(GlobalNorm):
         extra: Tensor | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Norms:
-        """Return the norms of the gradients; arguments as in `GlobalNorm`, without ``weights``."""
+        """Return the norms of the gradients. Arguments as in `GlobalNorm`; ``weights`` is ignored."""
         if self._by_norms:
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
@@ -147,8 +149,8 @@ class ExactNorm(GlobalNorm):
     def _batches(self, present: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[list[tuple[int, int]], list[Tensor]]]:
         """Yield batches of the blocks that this rank measures, of about `BLOCK` elements, each of one dtype and device.
 
-        ``present`` has an (index of the plan entry, gradient) pair per gradient of this rank. A batch is a pair: (index of
-        the plan entry, number of chunks) per block, and the blocks as 1-dim tensors.
+        ``present`` has an (index of the plan entry, gradient) pair per gradient of this rank. A batch is a pair of lists:
+        (index of the plan entry, number of chunks) per block, and the blocks as 1-dim tensors.
         """
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:
@@ -166,7 +168,7 @@ class ExactNorm(GlobalNorm):
         yield from ((members, parts) for members, parts, _ in open_batches.values())
 
     def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
-        """Add the summands of one batch, [chunks, 3], to the slots of their param groups and parameters."""
+        """Add the summands of one batch, [chunks, 3], to the rows of ``slots`` for their param groups and parameters."""
         entries = self.plan.entries
         targets = [[entries[i].group for i, _ in members]]
         if self.per_parameter:

@@ -4,9 +4,9 @@
 
 The *power* of a tensor is the sum of |x|^p over its elements. Each rank computes the powers of its shards, and divides
 the power of a shard by the number of ranks that hold the same shard. The packed vector has one power per param group.
-On request it also has one power per parameter or unit, and powers of the weights. One all-reduce sums the vector over
-all ranks. Its length is equal on all ranks, whichever shards a rank holds. A NaN or inf in any gradient makes the sum
-NaN or inf, so the vector needs no element for an overflow flag.
+On request it also has one power per parameter or unit (such as a row of a weight), and powers of the weights. One
+all-reduce sums the vector over all ranks. Its length is equal on all ranks, whichever shards a rank holds. A NaN or inf
+in any gradient makes the sum NaN or inf, so the vector needs no element for an overflow flag.
 
 For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers often leave float64's range. In
 both cases one all-gather collects norms instead of powers, and every rank combines them.
@@ -53,10 +53,10 @@ class GlobalNorm:
             gradients over all ranks. For p >= `HIGH` = 12, inf included, norms are all-gathered instead of all-reduced.
         per_parameter: True: also compute the norm of each logical parameter; ``weights_at="parameters"`` implies it.
             Default: False.
-        units: Slices of parameters, such as rows of weights, whose norms are also computed; requires "packed". None
-            (default): no units.
+        units: Slices of parameters, such as rows of weights, whose norms are also computed; requires
+            ``reduction="packed"``. None (default): no units.
         weights_at: Also compute norms of the weights, at this level: "total", "groups" (param groups), "parameters" or,
-            with ``units``, "units"; requires "packed". None (default): no norms of weights.
+            with ``units``, "units"; requires ``reduction="packed"``. None (default): no norms of weights.
     Raises:
         TypeError: ``norm_type`` is not a number.
         ValueError: ``norm_type`` or ``reduction`` is invalid, or ``reduction`` does not support ``units`` or
@@ -93,7 +93,7 @@ class GlobalNorm:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Return the sizes of the packed vector's parts, and whether it holds norms; ranks must have equal layouts."""
+        """Return whether the packed vector has norms instead of powers, and the sizes of its parts; equal on all ranks."""
         return self._by_norms, *self._sizes
 
     def __call__(
@@ -109,8 +109,8 @@ class GlobalNorm:
             extra: 1-dim tensor that the collective over all ranks also sums; the sum is ``Norms.extra``. None
                 (default): ``Norms.extra`` is empty.
             weights: The weights, one per entry of the plan; needed with ``weights_at``. Default: none.
-        Collectives: with "packed", one over all ranks; with "per_group", one per bucket that is summed over several ranks,
-            and one over all ranks. None in a world of one rank.
+        Collectives: with ``reduction="packed"``, one over all ranks; with "per_group", one per bucket that is summed over
+            several ranks, and one over all ranks. None in a world of one rank.
         Host synchronization: none if all tensors are on the registry's device.
         """
         here = [gradient for gradient in gradients if gradient is not None]
@@ -135,9 +135,9 @@ class GlobalNorm:
     def _unit_and_weight_powers(
         self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """Return a list of this rank's powers of the units' gradients and of its weights at the level ``weights_at``.
+        """Return this rank's powers of the units' gradients, and of the weights at the level ``weights_at``, if requested.
 
-        Powers of shards are divided by their replication factors. The list omits powers that are not requested.
+        They are already divided by the replication factors. ``like`` has their dtype and device.
         """
         found = []
         if self.units is not None:
@@ -156,20 +156,16 @@ class GlobalNorm:
         return found
 
     def _combine(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values``, 0-dim, if they are powers; for p >= `HIGH` they are norms: return their p-norm."""
+        """Return the sum of powers, 0-dim. For p >= `HIGH`, ``values`` are norms: return their p-norm."""
         if len(values) == 1:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
     def _divide_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Return the powers of shards, divided by their replication factors.
+        """Return ``powers``, one per plan entry in ``present``, divided by the replication factors of the shards.
 
         For `HIGH` <= p < inf, ``powers`` are norms and are divided by the p-th root of the factors. For p = inf they
         are returned unchanged.
-
-        Args:
-            powers: One power per index in ``present``.
-            present: Indices of plan entries.
         """
         if self.norm_type == inf or not self._has_replicas:
             return powers
@@ -219,7 +215,10 @@ class GlobalNorm:
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `_packed`, from one collective per norm bucket of several ranks, and one over all ranks."""
+        """Return the same as `_packed`, from one collective per norm bucket and one over all ranks.
+
+        A norm bucket that only one rank holds needs no collective.
+        """
         plan = self.plan
         total = powers.new_zeros(self._slots)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
@@ -236,27 +235,20 @@ class GlobalNorm:
             total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
             flags = self._all_reduce(flags, self.registry.group(*plan.topology.axes))
-        # With "per_group" not every replica adds its power. A NaN in any replica must still make the norm NaN on all
+        # In a bucket's sum, not every replica adds its power. A NaN in any replica must still make the norm NaN on all
         # ranks.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return this rank's power per param group and, with ``per_parameter``, its power per logical parameter.
+        """Return the first parts of the packed vector: one power per param group and, on request, per logical parameter.
 
-        They are the first parts of the packed vector.
-
-        Args:
-            powers: The powers of this rank's gradients; for p >= `HIGH`, norms.
-            present: The index of the plan entry of each power.
+        ``present`` has the index of the plan entry of each power in ``powers``.
         """
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
     def _group_powers(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Return one power per param group, combined from its gradients, [param groups]; 0 for a group without gradients.
-
-        For p >= `HIGH`, the values are norms.
-        """
+        """Return one power (a norm for p >= `HIGH`) per param group, [param groups]; 0 for a group without gradients."""
         if not present:
             return powers.new_zeros(self.plan.num_groups)
         if self.plan.num_groups == 1:
@@ -310,7 +302,7 @@ def _invert_permutation(order: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class PackedSum:
-    """Named fields in one vector, which `GlobalNorm` sums over all ranks together with the powers.
+    """Named fields in one vector, which `GlobalNorm` sums over all ranks in the collective of the norm.
 
         pack = PackedSum.of({"window_weight": weights}).with_fields({"veto": vote})
         norms = GlobalNorm(plan, registry)(gradients, pack.values)
@@ -320,9 +312,7 @@ class PackedSum:
 
     Args:
         values: This rank's summands of all fields, 1-dim float64.
-        sizes: The length of each field, in order.
-    Collectives: none.
-    Host synchronization: none.
+        sizes: The length of each field by name, in order.
     """
 
     values: Tensor
@@ -370,7 +360,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Named:
-    """A division of the logical parameters into groups, one per name pattern, and one of all remaining parameters.
+    """A division of the logical parameters into named groups: one per pattern, and one of all remaining parameters.
 
     Args:
         groups: For each logical parameter the index of the first pattern that matches its name; ``count - 1`` if no
@@ -383,7 +373,7 @@ class Named:
 
     @classmethod
     def of(cls, names: Sequence[str], patterns: Sequence[str]) -> Named:
-        """Return the groups of the logical parameters ``names`` for ``patterns``, which are globs.
+        """Return the division of the logical parameters with these names by ``patterns``, which are globs.
 
         Both arguments must be equal on every rank.
 
@@ -412,8 +402,7 @@ class Named:
         Args:
             parameters: The norm of each logical parameter, 1-dim.
             norm_type: p.
-            constants: A cache for the group indices on the device.
-        Host synchronization: none.
+            constants: A cache, which keeps the group indices on the device.
         """
         index = constants(("named", self.groups), lambda: self.groups, torch.int64, parameters.device)
         own = index.unsqueeze(1) == torch.arange(self.count, device=parameters.device)
@@ -424,8 +413,8 @@ class Named:
 
 # A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
 # several ranks may hold parts of one unit. The packed vector has one element per unit. Each rank adds the powers of its
-# parts to the elements of their units, and the packed collective combines the vectors of all ranks: by a sum, or
-# for p = inf by a maximum.
+# parts to the elements of their units. The packed collective combines the vectors of all ranks: by a sum, or for
+# p >= `HIGH` by the p-norm (for p = inf the maximum).
 
 UnitDim = int | Mapping[str, int]
 """The dim along which a parameter is divided into units, such as 0 for rows; or a dict from name globs to dims.
@@ -454,13 +443,12 @@ class Units:
 
     @classmethod
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
-        """Return the units of a plan.
+        """Return the units of a plan's parameters.
 
         Args:
-            plan: A plan with parameter names (`norm.plan_agreement.agree` with names).
+            plan: A plan with parameter names, from `norm.plan_agreement.agree`.
             regions: For each entry the part of the full tensor that this rank holds; None if it is not known.
-            unit_dim: The dim along which parameters are divided into units, or a dict from name globs to dims. Default:
-                0, the rows of each weight.
+            unit_dim: As in `UnitDim`. Default: 0, the rows of each weight.
         Raises:
             ValueError: A parameter has shards of unequal sizes, or has two or more dims but not the given one.
         """

@@ -29,7 +29,7 @@ class Norms(NamedTuple):
         total: 0-dim: the norm of all gradients.
         groups: [param groups]: one norm per param group.
         parameters: [logical parameters]: one norm per logical parameter; empty if not requested.
-        extra: 1-dim: the argument ``extra`` of `GlobalNorm.__call__`, summed over all ranks; no norm.
+        extra: 1-dim, not a norm: the argument ``extra`` of `GlobalNorm.__call__`, summed over all ranks.
         units: [units of all parameters]: one norm per unit, a slice of a parameter such as a row; empty if not
             requested.
         weights: 1-dim: norms of the weights instead of the gradients: one for all weights, or one per param group,
@@ -101,10 +101,11 @@ class Fingerprints:
     Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
     flipped bit is always detected. Any other difference is missed with a probability of 2^-32.
 
-    A comparison does not synchronize the host. If replicas differ, the device skips that step and all later steps on
-    every rank, so weights and states stay as they were at the comparison. 16 steps later, or in
-    `ParallelOptimizer.poll`, or at once with ``on_nonfinite="raise"``, every rank raises `ReplicaMismatchError`, which
-    names the parameter, the state, the axis and the ranks. Call `poll` before a checkpoint and at the end of training.
+    The first step compares as with ``check_replicas="first"``, and raises at once. A later comparison does not
+    synchronize the host. If replicas differ, the device skips that step and all later steps on every rank, so weights
+    and states stay as they were at the comparison. 16 steps later, or in `ParallelOptimizer.poll`, or at once with
+    ``on_nonfinite="raise"``, every rank raises `ReplicaMismatchError`, which names the parameter, the state, the axis
+    and the ranks. Call `poll` before a checkpoint and at the end of training.
 
     Limits:
 
@@ -162,7 +163,7 @@ def check_measurement(
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
     """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
 
-    With a ``max_norm`` it is 0 or NaN for a non-finite norm. Callers do not apply it then, because they skip the step.
+    With a ``max_norm`` it is 0 or NaN for a non-finite norm. Callers replace it by 1 then, because the step is skipped.
     """
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

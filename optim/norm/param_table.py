@@ -1,4 +1,4 @@
-"""The table of the tensors that the optimizer steps, with one row per tensor."""
+"""A table of the tensors that a `ParallelOptimizer` steps, with one row per tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .plan import ParameterEntry, ReductionPlan
 class ParamPosition:
     """A position in the optimizer's param groups, and the tensor at this position.
 
-    Parameter transforms, such as master weights, replace the model's parameters in the param groups by other tensors.
+    A parameter transform (`ParamTransform`), such as the one for master weights, replaces the model's parameters in the
+    param groups by other tensors.
 
         for position in optimizer.stepped_tensors():  # `SteppedTensor` is a subclass
             print(position.name, tuple(position.tensor.shape))
@@ -46,12 +47,9 @@ class ParamPosition:
         return self.path[0] if self.path else self.tensor
 
     def replaced_by(self, tensor: Tensor, offset: int, is_param: bool) -> ParamPosition:
-        """Return this position with another tensor.
+        """Return this position with the new ``tensor``, whose first element is element ``offset`` of the old tensor.
 
-        Args:
-            tensor: The new tensor.
-            offset: Index of the first element of the new tensor in the flattened old tensor.
-            is_param: True: the new tensor also replaces ``param``.
+        With ``is_param``, the new tensor also replaces `param`.
         """
         param = tensor if is_param else self.param
         return replace(self, param=param, tensor=tensor, offset=self.offset + offset, path=(*self.path, self.tensor))
@@ -69,17 +67,17 @@ class SteppedTensor(ParamPosition):
     float32 if it is a master weight.
 
     Args:
-        entry: The row's entry in the reduction plan: spec, shape and param group of the tensor whose gradient is
-            measured.
-        model_entry: The entry of the model parameter in the plan of the model parameters.
+        entry: Spec, shape and param group of the tensor whose gradient is measured (an entry of the `ReductionPlan` of
+            all stepped tensors).
+        model_entry: The same about the model parameter (an entry of the plan of the model parameters).
         region: The part of the full tensor that ``tensor`` holds. None if it is not known, as with shards of unequal
             sizes.
         grad_tensor: The tensor whose ``.grad`` is reduced, measured and clipped.
-        replica_tensor: The tensor that the first-step replica check compares with its replicas on other ranks:
-            ``tensor``, or the input of a transform with ``replica_dependent`` (CPU offload).
+        replica_tensor: The tensor that ``check_replicas="first"`` and ``check_replicas=True`` compare with its replicas
+            on other ranks: ``tensor``, or the tensor before CPU offload (a transform with ``replica_dependent``).
         num_replicas: Number of ranks that hold the same shard.
         logical_index: Index of the logical parameter's name in ``ReductionPlan.parameter_names``; None if ranks did not
-            exchange names.
+            exchange parameter names.
     """
 
     entry: ParameterEntry = field(kw_only=True)
@@ -102,7 +100,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def trained(self) -> bool:
-        """Return False if the parameter was frozen when it was added, or in the last `ParallelOptimizer.refresh`."""
+        """Return False if the parameter was frozen when it was added, or at the last `ParallelOptimizer.refresh`."""
         return self.entry.trained
 
 
@@ -157,12 +155,9 @@ def make_table(
 
     Args:
         positions: The positions after all parameter transforms.
-        grad_tensors: For each position the tensor whose gradient is measured.
-        replica_tensors: For each position the tensor that the first-step replica check compares over ranks.
+        grad_tensors, replica_tensors: The fields of `SteppedTensor` with these names, one tensor per position.
         plan: The reduction plan of the stepped tensors, with one entry per position.
         model_plan: The reduction plan of the model parameters; `ParamPosition.index` is an index of its entries.
-    Collectives: none.
-    Host synchronization: none.
     """
     slots = plan.parameter_slots or (None,) * len(positions)
     rows = tuple(

@@ -6,12 +6,12 @@ Every distinct shard of a parameter must count exactly once in the norm, however
 
 The plan describes two ways to compute this sum.
 
-*Packed*: every rank divides the power ||shard||_p^p of each shard by the number of ranks that hold the same shard (its
-replication factor), and one all-reduce over all ranks sums the results.
+``reduction="packed"``: every rank divides ||shard||_p^p of each shard by the number of ranks that hold the same shard
+(its replication factor), and one all-reduce over all ranks sums the results.
 
-*Per group*: the parameters that are sharded over the same axes form a norm bucket. One all-reduce per bucket sums their
-powers over these axes and over the pipeline axes, because pipeline stages hold different parameters. For owned or tied
-parameters it also sums over the axes of the owner ranks or tied stages.
+``reduction="per_group"``: the parameters that are sharded over the same axes form a `NormBucket`. One all-reduce per
+bucket sums ||shard||_p^p over these axes and over the pipeline axes, because pipeline stages hold different parameters.
+For owned or tied parameters it also sums over the axes of the owner ranks or tied stages.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def entries_of(
         undeclared_are_replicas: True: no undeclared parameter is an error. It counts as replicated over all axes for
             which it has no placement. The caller must compare the replicas. Default: False.
     Raises:
-        ValueError: A parameter is undeclared and does not count as replicated, or the layout of a DTensor can't be
-            described by a spec.
+        ValueError: A parameter is undeclared and does not count as replicated, a layout does not fit ``topology``, or the
+            layout of a DTensor can't be described by a spec.
         TypeError: A parameter is complex or sparse.
     """
     entries, undeclared = [], []
@@ -148,20 +148,16 @@ def entries_of(
 def frozen_without_spec(
     param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool = False
 ) -> set[int]:
-    """Return the ids of the frozen parameters that `entries_of` would reject: without a spec, or of unsupported layout.
+    """Return the `id` of each frozen parameter that `entries_of` would reject: without a spec, or of unsupported layout.
 
-    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty.
-
-    Args:
-        param_groups: For each param group its (name or None, parameter) pairs.
-        topology: The mesh.
-        compared: As in `entries_of`. Default: False.
+    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty. Arguments as in
+    `entries_of`.
     """
     groups = [[param for _, param in pairs] for pairs in param_groups]
     frozen = [param for params in groups for param in params if not param.requires_grad]
     try:
         meshed = _mesh_axes(groups, topology) if compared and frozen else set[str]()
-    except ValueError:  # the layout of a DTensor is not supported; `entries_of` raises the error on every rank
+    except ValueError:  # the layout of a DTensor is not supported; a later call of `entries_of` raises this error
         return set()
     return {id(param) for param in frozen if _lacks_spec(param, topology, meshed)}
 
@@ -178,14 +174,11 @@ def _is_undeclared(param: Tensor, local: Tensor, annotation: Annotation, topolog
     """Return True if the layout of ``param`` over some model axis is unknown.
 
     It is known if it is declared, if the parameter is a DTensor whose device mesh has the axis, or if the parameter is
-    plain and the axis is in ``meshed``.
+    plain and the axis is in ``meshed``: the axes over which undeclared plain parameters count as replicated.
 
     Args:
-        param: The parameter.
         local: ``param``, or its local tensor if it is a DTensor.
         annotation: The annotation of ``local``.
-        topology: The mesh.
-        meshed: The axes over which an undeclared plain parameter counts as replicated.
     """
     return bool({*annotation.silent_axes(topology)} - (meshed if param is local else set()))
 
@@ -205,7 +198,10 @@ def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], to
 
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
-    """Return the declared full shape of ``param``; if none was declared, compute it as if all shards had equal sizes."""
+    """Return the declared full shape of ``param``; if none was declared, compute it as if all shards had equal sizes.
+
+    The shape of a DTensor is already full over the axes of its device mesh.
+    """
     if annotation.full_shape is not None:
         return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
@@ -226,7 +222,7 @@ def _shape(param: Tensor, spec: P) -> str:
 def check_unused(params: object) -> None:
     """Raise ValueError for an exhausted generator, whose parameters would be left out silently.
 
-    An iterable that is empty for another reason is accepted: a pipeline stage may have no parameters.
+    Other empty iterables are accepted, because a pipeline stage may have no parameters.
     """
     if isinstance(params, GeneratorType) and params.gi_frame is None:
         raise ValueError(
@@ -392,15 +388,15 @@ class ReductionPlan:
 
     @cached_property
     def replica_weights(self) -> tuple[float, ...]:
-        """Return for each entry 1 / ``num_replicas``: the factor on its sum of |g|^p in the packed all-reduce."""
+        """Return for each entry 1 / `num_replicas`: the factor on its sum of |g|^p with ``reduction="packed"``."""
         return tuple(1 / replicas for replicas in self.num_replicas)
 
     @cached_property
     def replica_places(self) -> tuple[tuple[int, int], ...]:
         """Return (n, N) for each entry: this rank has the n-th (from 0) of the N counted replicas of its shard.
 
-        n is -1 on a rank whose replica is not counted (`NormBucket.counts`), for example on all but the first stage of a
-        tied parameter.
+        On a rank whose replica is not counted (`NormBucket.counts`) it is (-1, 1), for example on all tied stages except
+        the first one.
         """
 
         def place(spec: P) -> tuple[int, int]:
@@ -440,8 +436,8 @@ class ReductionPlan:
         """Return for each entry the number of elements of the parameter, with replicas counted once.
 
         It is the number of elements of ``full_shape``. If this shape is unknown, or optimizer-state sharding splits the
-        parameters, it is the number of local elements, times the number of ranks that hold the parameter, divided by the
-        number of ranks that hold the same shard. That number is exact if all shards have equal sizes.
+        parameters, it is the number of local elements, times the number of ranks that hold a shard of the parameter,
+        divided by the number of ranks that hold the same shard. That is exact if all shards have equal sizes.
         """
         ranks = self.by_spec(self._ranks_that_add)
         replicas = self.by_spec(lambda spec: spec.num_replicas(self.topology))
@@ -487,7 +483,7 @@ class ReductionPlan:
         Args:
             full: Number of elements of the dense model. If `counted` is None: of this pipeline stage only.
         Raises:
-            ValueError: The numbers differ. The message lists the count per parameter.
+            ValueError: The numbers differ. The message lists the count of each parameter of this rank.
         """
         counted = self.counted if self.counted is not None else sum(self.counted_numels)
         if counted != full:

@@ -2,8 +2,8 @@
 
 Each rank sends digests of its declarations and of its parameters' full shapes. On request it also sends the names and
 full shapes themselves. If digests of declarations differ, ranks exchange the declarations, and every rank raises an
-error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes, and drop
-those that differ: the full shapes that were computed from shards of unequal sizes.
+error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes, and treat
+those that differ as unknown: they were computed from shards of unequal sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .plan import NormBucket, ParameterEntry, ReductionPlan
 
 
 class Holders(NamedTuple):
-    """The coordinates of the ranks that hold a parameter or its shards. These ranks must declare it identically.
+    """The coordinates of the ranks that hold a parameter or its shards. These ranks must declare the parameter equally.
 
     Args:
         where: (axis, coordinates) pairs: along ``axis``, only ranks at ``coordinates`` hold the parameter. Axes that
@@ -77,9 +77,9 @@ class Declaration(NamedTuple):
 
     @classmethod
     def of(cls, entry: ParameterEntry, spec: str) -> Declaration:
-        """Return the declaration of ``entry``. Sizes of sharded dims are omitted, because shards may be uneven.
+        """Return the declaration of ``entry``, where ``spec`` is the text of ``entry.spec``.
 
-        ``spec`` is the text of ``entry.spec``.
+        Sizes of sharded dims are omitted, because shards may be uneven.
         """
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
         layout = f"{spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}"
@@ -92,9 +92,9 @@ class Declaration(NamedTuple):
 
 
 class Called(NamedTuple):
-    """The keys, names and full shapes of one rank's parameters.
+    """The keys, names and full shapes of one rank's parameters, in the order of its plan.
 
-    Two ranks have equal keys for two shards or replicas of the same logical parameter.
+    All shards and replicas of one logical parameter have equal keys on all ranks.
     """
 
     keys: list[tuple[Holders, str | int]]
@@ -149,20 +149,20 @@ class Summary:
 
     @classmethod
     def of(cls, plan: ReductionPlan, names: bool) -> Summary:
-        """Return the summary of ``plan``; with ``names`` also parameter names and full shapes, which make it large."""
+        """Return the summary of ``plan``. With ``names`` it contains parameter names and full shapes, and is large."""
         digests = {holders: _digest(holders, found) for holders, found in _declarations(plan).items()}
         shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
         return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Called.of(plan) if names else None)
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
-    """Call ``make`` on every rank, compare the plans of all ranks, and return this rank's plan as `agree` completes it.
+    """Return this rank's plan ``make()``, completed by `agree` after a comparison of all ranks' plans.
 
     Args:
         make: A function that returns this rank's plan, without a collective.
         registry: The process groups.
         names: True: also exchange parameter names, so that the returned plan has unique names. Default: False.
-    Raises: As `on_all_ranks`, for an error of ``make`` on any rank. As `agree`.
+    Raises: As `on_all_ranks`, on every rank, if ``make`` raises on any rank; and as `agree`.
     Collectives: an object all-gather, and the collectives of `agree`.
     Host synchronization: yes.
     """
@@ -177,7 +177,7 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
     """Return ``plan`` with the norm buckets, the element count and the parameter names of all ranks.
 
-    The returned plan has no full shape of a parameter whose shards have unequal sizes, unless the shape was declared.
+    In the returned plan, ``full_shape`` is None for a parameter whose shards have unequal sizes, unless it was declared.
 
     Ranks of one pipeline stage must declare the same parameters in the same order. The name, the spec, the sizes of
     unsharded dims, the dtype, the param group, and whether the parameter is frozen must be equal. For an owned
@@ -192,7 +192,7 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
     Raises:
         ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows
             both declarations of the first such parameter, or both param groups if only the param groups differ.
-    Collectives: one object all-gather, only if declarations or full shapes differ.
+    Collectives: one object all-gather, only if declarations or full shapes differ between ranks.
     Host synchronization: that of the all-gather.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
@@ -267,7 +267,7 @@ def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | No
 def _drop_uneven_shapes(
     plan: ReductionPlan, by_rank: Sequence[Mapping[Holders, list[tuple[int, ...] | None]]]
 ) -> ReductionPlan:
-    """Return the plan without the full shapes that differ between ranks, because shards have unequal sizes."""
+    """Return the plan with ``full_shape`` None where it differs between ranks, because shards have unequal sizes."""
     seen: Counter[Holders] = Counter()
     entries = []
     holders_of = _holders(plan)
@@ -298,7 +298,7 @@ def _hexdigest(declared: Sequence[object]) -> str:
 def _first_disagreement(
     digests: Sequence[Mapping[Holders, str]], topology: Topology
 ) -> tuple[Holders, int, int] | None:
-    """Return (holders, rank, other rank) of the first two digests that differ; None if no digests differ.
+    """Return (holders, rank, other rank) of the first two ranks whose digests for the same holders differ, else None.
 
     The result is equal on every rank. ``digests`` has one dict per global rank.
     """

@@ -1,13 +1,12 @@
 """Powers of one rank's gradients, computed without a collective. The power of a gradient g is the sum of |g|^p.
 
-`reference_powers` is a slow reference in float64. `powers_by_torch` computes the same values with torch's kernels, and
-`local_powers` chooses the kernels. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows
-nor underflows in float64.
+`local_powers` chooses the kernels: compiled loops, Triton kernels, or torch's kernels (`powers_by_torch`). Tests compare
+them with `reference_powers`. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows nor
+underflows in float64.
 
 On devices with float64, sums are accumulated in float64. Exception: torch's kernels on a CPU sum `ROW` squares of
-float32 gradients at a time in float32.
-``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its relative error is 1e-5 at a million
-elements and 3e-4 at ten million.
+float32 gradients at a time in float32. ``torch.linalg.vector_norm`` on a CPU would accumulate all squares of a float32
+gradient in float32; its relative error is 1e-5 at a million elements and 3e-4 at ten million.
 
 For p >= `HIGH` = 12, p-th powers often leave the range of float64, so norms replace powers. `p_norm` combines norms: it
 divides them by their maximum before it raises them to the power p.
@@ -28,10 +27,10 @@ from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 
-SMALL = 1024  # gradients with at most this many elements are summed together in one kernel
+SMALL = 1024  # torch's CPU kernels sum all gradients with at most this many elements together
 ROW = 1024  # number of consecutive squares that are summed in float32
 SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
-EXACT = 1e-29  # the smallest mean of squares beside which squares that underflow in float32 are negligible
+EXACT = 1e-29  # below this mean of squares, squares that underflow in float32 are not negligible
 HIGH = 12.0  # for p >= HIGH, functions return p-norms instead of powers
 
 
@@ -41,7 +40,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the values of `local_powers`, [n] float64, computed by a slow reference for tests."""
+    """Return the values of `local_powers`, [n] float64, computed one gradient at a time: a reference for tests."""
     if norm_type >= HIGH and norm_type != inf:
         largest = reference_powers(gradients, inf)
         scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
@@ -54,7 +53,7 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the values of `local_powers`, [n] of `accumulation_dtype`, computed by torch's kernels."""
+    """Return the values of `local_powers`, [n], with torch's kernels. The dtype is that of `accumulation_dtype`."""
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
@@ -66,7 +65,10 @@ def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
-    """Return the p-norm of non-negative ``values`` along ``dim`` (default 0), without overflow of their p-th powers."""
+    """Return the p-norm of non-negative ``values`` along ``dim`` (default 0).
+
+    Values are divided by their maximum first, so that their p-th powers do not overflow.
+    """
     largest = values.amax(dim, keepdim=True)
     if norm_type == inf:
         return largest.squeeze(dim)
@@ -119,11 +121,9 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
     """Return the sum of squares of a 1-dim float32 CPU tensor, 0-dim float64; None if float32 is not exact enough.
 
-    That is the case if the sum is not finite, or if the mean square is below `EXACT` (also for zeros): squares that
-    underflow in float32 might matter.
-
-    The function sums rows of `ROW` squares in float32, with a relative error of 1e-7, and adds the sums of the rows in
-    float64. It takes a third of the time of `_power_by_parts`.
+    Sums rows of `ROW` squares in float32, with a relative error of 1e-7, and adds the sums of the rows in float64. This
+    takes a third of the time of `_power_by_parts`. The result is None if the sum is not finite, or if the mean square is
+    below `EXACT` (also for zeros), where squares may underflow in float32.
     """
     whole = flat.numel() // ROW * ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), 2, dim=1).double()
@@ -134,9 +134,9 @@ def _squares_by_rows(flat: Tensor) -> Tensor | None:
 
 
 def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
-    """Return the sum of |g|^p, 0-dim float64. Casts parts that fit into the CPU's cache into ``scratch``.
+    """Return the sum of |g|^p, 0-dim float64. Casts one part at a time into ``scratch``, which fits into the CPU's cache.
 
-    A kernel that casts while it sums takes ten times as long.
+    torch's kernels that cast while they sum take ten times as long.
     """
     sums = []
     for part in flat.split(len(scratch)):
@@ -179,8 +179,8 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the power of each gradient: the sum of |g|^p, [n] float64. For p = inf, it is the largest |g|.
 
     For `HIGH` = 12 <= p < inf the values are p-norms instead. On a device without float64 the values are float32. A
-    value is NaN or inf if its gradient has a NaN or inf. It is also inf if the sum overflows. With p <= 6, float64 sums
-    of float32 and half-precision gradients do not overflow.
+    value is NaN or inf if its gradient has a NaN or inf. It is also inf if the sum overflows, which float64 sums of
+    float32 and half-precision gradients do not up to p = 6.
 
     Relative errors: 1e-14 with the compiled loops (`Native`; p = 1, 2 and inf on a CPU) and with the Triton kernels
     (integer p and inf on a GPU); 1e-7 for squares of float32 gradients on a CPU without the compiled loops; 1e-12
@@ -191,8 +191,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         norm_type: p >= 1, or inf.
     Raises:
         MemoryError: The compiled loops could not allocate memory.
-    Collectives: none.
-    Host synchronization: none.
+    Collectives, host synchronization: none.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -231,7 +230,7 @@ def means_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -
     Args:
         loops: The compiled loops.
         tensors: Contiguous CPU tensors of one dtype.
-        norm_type: 1 or 2.
+        norm_type: p, 1 or 2.
     Raises:
         MemoryError: The loops could not allocate memory.
     """

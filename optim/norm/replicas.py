@@ -2,10 +2,10 @@
 
 Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes
 the tensors of its replica (`TensorHash`). A hash has two words, which are integers below 2^32. The collective sums one
-number, a *slot*, per parameter, mesh axis, kind of tensor and word. Along an axis with n replicas, the first replica
-adds -(n - 1) times its word to the slot, and each other replica adds its word. Equal replicas cancel exactly, because
-integers below 2^53 are exact in float64. A sum other than 0 means that replicas of this parameter differ along this
-axis.
+number, called a slot here, per parameter, mesh axis, kind of tensor and word. Along an axis with n replicas, the first
+replica adds -(n - 1) times its word to the slot, and each other replica adds its word. The words of equal replicas
+cancel exactly, because integers below 2^53 are exact in float64. A sum other than 0 means that replicas of this
+parameter differ along this axis.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ States = Callable[[], Sequence[Mapping[str, Tensor]]]
 
 
 def advice_on(may_differ: str, instead: str) -> str:
-    """Return the possible causes of replicas that differ in the first step, and how to correct them.
+    """Return a text with the possible causes of replicas that differ in the first step, and how to correct them.
 
     Args:
-        may_differ: A clause that says how to turn the comparison off, such as "use check_replicas=False".
+        may_differ: The text that says how to turn the comparison off, such as "use check_replicas=False".
         instead: The argument or function that replaces `torch.nn.utils.clip_grad_norm_`, such as "max_norm=".
     """
     return (
@@ -54,8 +54,8 @@ class ReplicaMismatchError(RuntimeError):
             print(error.mismatches[0].name, error.mismatches[0].ranks)
 
     Args:
-        mismatches: One `Mismatch` per parameter, axis and kind of tensor that differs; with `Fingerprints` also per
-            shard and optimizer state. The message shows the first 20.
+        mismatches: One `Mismatch` per parameter, axis and kind of tensor that differs. A later comparison by
+            `Fingerprints` gives one per shard and optimizer state. The message shows the first 20.
         since: First line of the message: what differs, and which steps were skipped. Default: replicas differ, and no
             step was taken.
         advice: Last line of the message: possible causes, and how to correct them. Default: the causes of a difference
@@ -78,8 +78,9 @@ class Mismatch:
     Args:
         name: Name of the logical parameter.
         axis: The mesh axis.
-        kind: "parameter", "gradient", "master", "stepped weight" (the tensor that the optimizer steps instead of the
-            parameter: a shard, or an offloaded or cast copy), "state", or one state by name, such as "state exp_avg".
+        kind: "parameter", "gradient", "master" (a master weight), "stepped weight" (the tensor that the optimizer steps
+            instead of the parameter: a shard, or an offloaded or cast copy), "state" (all optimizer states together), or
+            one optimizer state, such as "state exp_avg".
         ranks: The global ranks whose replica differs from the most frequent value. If two values are equally frequent
             and none is more frequent, these are all ranks with a replica. Empty (default): the ranks were not
             determined.
@@ -109,13 +110,13 @@ class ReplicaCheck:
     an axis are equal. Give the sums to `mismatches`, which returns the parameters whose replicas differ.
 
     Args:
-        plan: A plan with parameter names (`norm.plan_agreement.agree` with names).
+        plan: A plan with parameter names, from `norm.plan_agreement.agree`.
         params: One tensor per entry of the plan.
         device: The device of the slots.
         states: A function that returns, for each entry, a dict of its optimizer states by name. None (default): states
             are not compared.
-        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0, except in 8-bit floats, of
-            which all bits are compared.
+        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0. All bits of 8-bit floats
+            are compared in both cases.
         what: The kind of ``params`` in a `Mismatch`. Default: "parameter".
     """
 
@@ -147,7 +148,7 @@ class ReplicaCheck:
     def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """Return the hashes of this rank's tensors, [entries, kinds] int64.
 
-        The kinds are the parameter, its gradient and, if states are compared, all of its states together.
+        The kinds (columns) are the parameter, its gradient and, if states are compared, all of its states together.
 
         Args:
             gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
@@ -183,11 +184,9 @@ class ReplicaCheck:
         return torch.stack(flags).sum().view(1) if flags else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def _combine_states(self, sums: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return one hash of all states per entry, [entries] int64.
+        """Return one hash per entry, of all its states together, [entries] int64.
 
-        Args:
-            sums: The hashes of all states, entry by entry.
-            counts: Number of states per entry.
+        ``sums`` has the hashes of all states, entry by entry; ``counts`` has the number of states per entry.
         """
         total = torch.full((len(counts),), NONE, dtype=torch.int64, device=self.device)
         if not len(sums):
@@ -237,8 +236,7 @@ class ReplicaCheck:
     def differing(self, totals: Tensor) -> list[tuple[int, str, str]]:
         """Return (index of the name in ``plan.parameter_names``, axis, kind of tensor) for all replicas that differ.
 
-        Args:
-            totals: The sum of all ranks' `slots`, on the CPU.
+        ``totals`` is the sum of all ranks' `slots`, on the CPU.
         """
         shape = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         where = totals.view(shape).ne(0).any(-1).nonzero().tolist()
@@ -247,8 +245,7 @@ class ReplicaCheck:
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
         """Return one `Mismatch` per parameter, axis and kind of tensor whose replicas differ.
 
-        Args:
-            totals: The sum of all ranks' `slots`, on the CPU.
+        ``totals`` is the sum of all ranks' `slots`, on the CPU.
         """
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
@@ -256,7 +253,7 @@ class ReplicaCheck:
 # Fingerprints over a long run -----------------------------------------------------------------------------------------
 
 # Replicas are compared periodically. If they differ, a flag on the device is set, and this step and all later steps are
-# skipped on every rank. So weights and states keep the values that were compared until the host reads the flag. Then
+# skipped on every rank. So weights and states keep the values that were compared, until the host reads the flag and
 # `FingerprintMonitor.error` exchanges hashes to find the ranks that differ.
 
 SINCE = "replicas have diverged; the step that compared them and all later steps were skipped"
@@ -269,7 +266,7 @@ WATCH_ADVICE = (
 )
 
 CommonCoordinates = tuple[tuple[str, int], ...]
-"""(axis, coordinate) pairs that are equal on all ranks with a replica of one shard. They identify the shard."""
+"""The (axis, coordinate) pairs that all ranks with a replica of one shard have in common. They identify the shard."""
 ReplicaHashes = dict[tuple[str, str], dict[str, dict[CommonCoordinates, list[tuple[float, ...]]]]]
 """Hashes by (parameter name, kind of tensor), then by the name of the tensor, such as "state exp_avg", then by shard."""
 
@@ -303,9 +300,8 @@ class FingerprintMonitor:
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list.
 
-        Args:
-            gradients: One gradient, or None, per entry of the first check's plan.
-        Host synchronization: as in `ReplicaCheck.numbers`.
+        ``gradients`` has one gradient, or None, per entry of the first check's plan. Host synchronization: as in
+        `ReplicaCheck.numbers`.
         """
         is_due = self._steps % self.every == 0
         self._steps += 1
@@ -315,12 +311,12 @@ class FingerprintMonitor:
         return [check.weighted(numbers) for check, numbers in zip(self.checks, self._numbers, strict=True)]
 
     def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
-        """Set ``replicas_diverged`` to 1 if replicas differ.
+        """Set `replicas_diverged` to 1 if replicas differ, and store the sums and hashes for `error`.
 
         Args:
             totals: The results of `slots`, summed over all ranks. Empty: no comparison was due.
-            finite: 0-dim bool: True if the gradient norm is finite. If it is False, only weights and states are
-                compared: after an overflow, replicas of a gradient may differ, and the step is skipped.
+            finite: 0-dim bool: True if the gradient norm is finite. False: gradients are not compared, because their
+                replicas may differ after an overflow, and the step is skipped anyway.
         """
         if not totals:
             return
@@ -442,8 +438,8 @@ def _find_minorities(
 # If a replicated parameter is declared ``P("tensor")``, the norm counts it once per rank of the axis. Its "shards" along
 # the axis are bitwise equal, in the weights and in the gradients. Shards of a parameter that really is sharded are equal
 # only if all ranks drew them from the same seed, which is a mistake too. Each rank computes one hash h of the weight and
-# the gradient. Along each axis of n ranks that shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the other
-# coordinates add h, and all ranks add 1 to a count. If a slot is 0 and its count is above 0, all shards are equal.
+# the gradient. Along each axis of n ranks that shards the parameter, the rank at coordinate 0 adds -(n - 1) h to a slot,
+# the other ranks add h, and all ranks add 1 to a count. If a slot is 0 and its count is above 0, all shards are equal.
 #
 # Some shards may be equal without a mistake. For these, a rank adds a number unique to the rank instead of h, so the slot
 # is not 0:
@@ -465,7 +461,7 @@ class EqualShards:
     bitwise equal, the parameter is probably replicated; `check` then raises an error.
 
     Args:
-        plan: A plan of the stepped tensors with parameter names (`norm.plan_agreement.agree` with names).
+        plan: A plan of the stepped tensors with parameter names, from `norm.plan_agreement.agree`.
         axes: For each entry of the plan the axes along which its shards are compared. (): the entry is not compared.
         device: The device of the slots.
     """
@@ -503,8 +499,7 @@ class EqualShards:
     def find(self, totals: Tensor) -> list[tuple[str, str]]:
         """Return (parameter name, axis) for each parameter whose compared shards along the axis are all equal.
 
-        Args:
-            totals: The sum of all ranks' `slots`, on the CPU.
+        ``totals`` is the sum of all ranks' `slots`, on the CPU.
         """
         values = totals.view(len(self.plan.parameter_names), len(self.plan.topology.axes), WORDS + 1)
         equal = (values[..., :WORDS] == 0).all(-1) & (values[..., WORDS] > 0)
@@ -515,8 +510,7 @@ class EqualShards:
     def check(self, totals: Tensor) -> None:
         """Raise ValueError if all compared shards of a parameter along an axis are equal.
 
-        Args:
-            totals: The sum of all ranks' `slots`, on the CPU.
+        ``totals`` is the sum of all ranks' `slots`, on the CPU.
         """
         if found := self.find(totals):
             name, axis = found[0]
@@ -532,10 +526,10 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: True if a shard with these values can be equal on all ranks only if it is a replica.
+    """Return a 0-dim bool: False if true shards with such values may be equal by chance, else True.
 
-    Constant gradients, and small constant weights, may be equal by chance: False. Return None if the gradient is None,
-    is not a dense float tensor, or is too small.
+    False: the gradient is constant, or the weights are constant and few. Return None if the gradient is None, is not a
+    dense float tensor, or has fewer than `ENOUGH` elements.
     """
     if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
         return None
@@ -574,8 +568,8 @@ class TensorHash:
 
     Args:
         device: The device of the hashes.
-        exact: True: all bits count. False (default): all NaNs are equal, and -0 equals 0, except in 8-bit floats, of
-            which all bits count.
+        exact: True: all bits count. False (default): all NaNs are equal, and -0 equals 0. All bits of 8-bit floats count
+            in both cases.
     """
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
@@ -585,7 +579,7 @@ class TensorHash:
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the hash of each tensor, [n] int64, on the device of this object. The hash of None is `NONE`.
 
-        Hashes of tensors on other devices are copied to the device of this object, with one copy per device.
+        Tensors on other devices are hashed there; then their hashes are copied, with one copy per device.
         """
         sums = torch.full((len(tensors),), NONE, dtype=torch.int64, device=self.device)
         here = [(at, tensor.detach()) for at, tensor in enumerate(tensors) if tensor is not None]
@@ -645,7 +639,7 @@ def _words_in(tensor: Tensor) -> int:
 
 
 def _batches(flat: Sequence[Tensor]) -> list[list[int]]:
-    """Return batches of indices of the small tensors. A batch has at most ``CHUNK`` words, all of one integer dtype."""
+    """Return batches of indices of the small tensors. A batch has at most `CHUNK` words, all of one integer dtype."""
     batches: list[list[int]] = []
     open_batches: dict[torch.dtype, tuple[list[int], int]] = {}
     for at, tensor in enumerate(flat):

@@ -144,7 +144,7 @@ def test_mesh_dims_of_fully_shard_are_data_axes_whatever_their_names(
         assert "'data'" in topology
 
 
-def test_fully_shard_over_an_axis_declared_model_differs_from_weighted_mean(world: World) -> None:
+def test_fully_shard_over_axis_with_model_role_differs_from_weighted_mean(world: World) -> None:
     """Negative control of the weighted mean: over a model axis, each rank divides by the weight of its own samples only."""
     for error, _ in world.run(2, weighted_error, ("x",), "model"):
         assert error > 1e-3

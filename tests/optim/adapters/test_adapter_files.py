@@ -58,7 +58,7 @@ def saved_loss(layout: str, folder: str, options: Options) -> Tensor:
 
 @pytest.mark.parametrize("adapters", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("layout", ["tensor", "grid", "cube tables"])
-def test_peft_computes_the_same_loss_with_saved_adapter(
+def test_peft_loss_with_saved_adapter_equals_loss_of_sharded_model(
     world: World, tmp_path: Path, layout: str, adapters: dict[str, Any]
 ) -> None:
     peft: Any = pytest.importorskip("peft", reason="needs peft (the extra 'interop')")
@@ -82,12 +82,12 @@ def merged_error(folder: str) -> str:
         return str(error.value)
 
 
-def test_loading_into_merged_adapter_is_an_error(world: World, tmp_path: Path) -> None:
+def test_loading_into_merged_adapter_raises(world: World, tmp_path: Path) -> None:
     for text in world.run(2, merged_error, str(tmp_path)):
         assert text.startswith("the adapter of down is merged, so unmerge() would subtract other factors than merge()")
 
 
-def test_save_adapter_without_adapter_or_safetensors_raises_clear_error(tmp_path: Path) -> None:
+def test_save_adapter_without_adapter_or_safetensors_raises_with_remedy(tmp_path: Path) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         with pytest.raises(ValueError, match="Linear has no adapter named 'default'; add adapters with add_lora"):
             save_adapter(tmp_path, nn.Linear(2, 2), registry)

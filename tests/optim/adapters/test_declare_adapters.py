@@ -100,7 +100,7 @@ def proved(wrong: tuple[str, str]) -> tuple[dict[str, P], Proof, str, bool]:
         return specs, proof, audited, zero
 
 
-def test_lora_factors_beside_sharded_layers_are_declared_and_proved(world: World) -> None:
+def test_declare_adapters_derives_lora_factor_specs_that_prove_accepts(world: World) -> None:
     for specs, proof, audited, zero in world.run(2, proved, ("", "")):
         assert specs == {
             "0.lora_A": P(),
@@ -203,7 +203,7 @@ def _owned(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def test_lora_rejects_undeclared_or_unsupported_base_layers_and_rank_zero(world: World) -> None:
+def test_lora_rejects_undeclared_or_unsupported_base_layers_and_r_of_zero(world: World) -> None:
     for texts in world.run(2, errors):
         undeclared, without_registry, rank, kind, none, owned = texts
         assert "the base layer: a parameter of shape (4, 4) has no spec; declare its layout" in undeclared
@@ -218,7 +218,7 @@ def test_lora_rejects_undeclared_or_unsupported_base_layers_and_rank_zero(world:
 
 
 def stepped(wrong: tuple[str, str], rules: dict[str, P]) -> str:
-    """Return the error of the first three steps, with the number of the step."""
+    """Make up to three steps. Return the first error with the index of its step, or "no error"."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = pairs(registry, wrong)
         declare(model, rules)

@@ -83,7 +83,7 @@ def loss_of(model: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
 
 
 def full_factors(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
-    """Return the full factors by the names of the dense model."""
+    """Return the full LoRA factors, keyed by their names in a model that holds all experts."""
     ranks, found = registry.size("expert"), Weights()
     for name, param in model.named_parameters():
         if "lora_" in name:
@@ -115,7 +115,10 @@ def adapted(ranks: int, registry: ProcessGroupRegistry, options: dict[str, Any],
 def trained(
     ranks: int, options: dict[str, Any], steps: int = STEPS, start: int = 0, folder: str = "", zero: bool = False
 ) -> tuple[Weights, list[float], Weights]:
-    """Train some steps. From step ``start`` > 0 on, continue from the adapter in ``folder``; save an adapter there."""
+    """Train from step ``start`` on. If ``start`` > 0, first load the adapter in ``folder``; else save one there afterwards.
+
+    Return the initial factors, the gradient norms and the final factors.
+    """
     with ProcessGroupRegistry(Topology(expert=ranks, roles={"expert": "model"})) as registry:
         model = adapted(ranks, registry, options, zero)
         first = full_factors(model, registry)
@@ -277,7 +280,7 @@ def grouped_run(
 
 
 def grouped_reference(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights]:
-    """Train the dense model, to whose weights the products of the factors are added."""
+    """Train the LoRA factors in one process: each weight is the dense weight plus the scaled product of its factors."""
     factors = {name: value.clone().requires_grad_() for name, value in first.items()}
     scaling = ALPHA / R**0.5 if options.get("use_rslora") else ALPHA / R
     optimizer, norms = torch.optim.AdamW([*factors.values()], lr=LR, weight_decay=0.1), []
@@ -387,7 +390,7 @@ def test_lora_of_stacked_experts_rejects_unsupported_options() -> None:
             GroupedLoRA(GroupedModel("single", registry).experts, ["bias"], R, ALPHA, registry, name="experts")
 
 
-def test_add_lora_rejects_adapted_parameters_of_a_model_that_is_the_adapter() -> None:
+def test_add_lora_on_grouped_lora_module_raises_and_changes_nothing() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = GroupedLoRA(GroupedModel("single", registry).experts, ["up"], R, ALPHA, registry)
     with pytest.raises(ValueError, match="target 'up' is the name of no module of GroupedLoRA"):

@@ -43,7 +43,7 @@ def loss_fn(layout: str, registry: ProcessGroupRegistry) -> Model:
 
 
 def proved_dora(layout: str, mistake: str = "") -> Proof:
-    """Prove a model with DoRA, after a mistake: "detached norm" or "gradient not summed"."""
+    """Return the proof of a model with DoRA and a planted mistake: "detached norm", "gradient not summed" or none ("")."""
     with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
         model = adapted(layout, registry, DORA)
         planted: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def test_prove_and_infer_reject_merged_adapter_and_name_it(world: World) -> None
 
 
 def misdeclared(folder: str, name: str, spec: P) -> tuple[bool, list[str], bool]:
-    """Return whether `prove` accepts a wrong spec, the errors of merge, save and load, and whether weights changed."""
+    """Return whether `prove` accepts a wrong spec, the errors of merge, save and load, and True if no weight changed."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model: Any = adapted("tensor", registry, DORA)
         save_adapter(folder, model)
@@ -195,5 +195,5 @@ def proposed(name: str) -> tuple[P, dict[str, P | None]]:
     ("name", "expected"), [("up.lora_B", P(blocks("tensor", 3))), ("down.lora_A", P(None, "tensor"))]
 )
 def test_prove_proposes_lora_factor_spec_that_fits_base_layer(world: World, name: str, expected: P) -> None:
-    """Without the base layer, `prove` would propose one block."""
+    """From the gradients alone, `prove` would propose ``P("tensor")`` without blocks for `up.lora_B`."""
     assert world.run(2, proposed, name) == [(expected, {name: expected})] * 2

@@ -24,7 +24,7 @@ ZERO = {"shard_states": "data"}
 
 
 def train(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> list[Any]:
-    """Save at step 3, but block the write until step 8. Return the losses of steps 4 to 7 and the final weights."""
+    """Save after step 3, but block the write until step 7 is done. Return the losses of steps 4 to 7 and the weights."""
     run = Run(axes, precision, **options)
     may_write = threading.Event()
     real = async_saver.write

@@ -22,7 +22,7 @@ ERRORS: dict[str, Exception] = {
     "UnpicklingError": pickle.UnpicklingError("invalid load key"),
     "KeyError": KeyError("what a later version calls it"),
 }
-# Every function that a rank calls during loading, with the module that calls it. Only rank 0 calls the first two.
+# Functions that ranks call while loading, with the module or class in which to patch them. Only rank 0 calls the first two.
 PLACES: dict[str, tuple[Any, str]] = {
     "manifest": (load, "read_manifest"),
     "newest checkpoint": (load, "newest_checkpoint"),

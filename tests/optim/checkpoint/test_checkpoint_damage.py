@@ -1,4 +1,4 @@
-"""Truncated or incompatible checkpoints raise an error on every rank and change nothing."""
+"""Damaged or incompatible checkpoints raise an error on every rank and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python work of `clip_grad_norm_` without a registry is linear in the number of DTensors, in all calls."""
+"""The Python work of `clip_grad_norm_` without a registry is linear in the number of DTensors, also in the first call."""
 
 from __future__ import annotations
 

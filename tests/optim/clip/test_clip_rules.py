@@ -276,7 +276,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rules_without_state_or_names_match_dense_model_on_every_layout(world: World, name: str) -> None:
+def test_rules_without_names_or_saved_state_match_dense_model_in_every_configuration(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
@@ -575,7 +575,7 @@ def test_clip_grad_norm_of_adaptive_rule_requires_packed_reduction() -> None:
             clip_grad_norm_(model.parameters(), ClipState(Adaptive()), registry, reduction="per_group")
 
 
-def test_rule_set_after_construction_steps_and_saves_as_if_given_to_the_constructor() -> None:
+def test_rule_set_after_construction_clips_as_if_given_to_constructor() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         found = []
         for is_set in (True, False):

@@ -72,7 +72,7 @@ def test_norm_of_dtensors_equals_dense_norm(world: World, name: str, norm_type: 
 
 @pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "experts_on_another_mesh"])
 def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: str) -> None:
-    """The layouts are those for which torch's own function fails, so that the library's function is needed."""
+    """Control: on these layouts of the test above, `torch.nn.utils.get_total_norm` raises."""
     assert all("Error" in torchs for *_, torchs in world.run(4, norms, name, 2.0))
 
 

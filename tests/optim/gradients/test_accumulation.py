@@ -1,4 +1,4 @@
-"""Accumulation windows: explicit and managed windows, averaging, weights, last windows, and clearing of gradients."""
+"""Accumulation windows, by `no_sync` or `accumulation_steps`: averaging, weights, last windows, clearing of gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: str, options: dict[str, Any]) -> Any:
-    """Run 20 windows of ``micro`` equal micro-batches. Return the full parameters and the all-reduces per window."""
+    """Run 20 windows of ``micro`` equal micro-batches. Return the full parameters and the all-reduces per `step`."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)
@@ -132,7 +132,7 @@ def test_weighted_micro_batches_give_mean_over_all_samples(world: World, axes: t
     size = Topology(roles=None, **dict(axes)).world_size
     for found, grad in world.run(size, window, UNEQUAL, True, axes):
         assert found == pytest.approx(norm, rel=1e-10)
-        torch.testing.assert_close(grad, gradient, rtol=1e-6, atol=1e-9)  # SGD is not fused: a float64 factor
+        torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-13)
 
 
 def test_unweighted_micro_batches_of_unequal_size_differ_from_mean_over_samples(world: World) -> None:
@@ -152,7 +152,7 @@ def test_random_micro_batch_weights_give_dense_norm(world: World, drawn: list[li
             assert found == pytest.approx(norm, rel=1e-10)
 
 
-# Managed windows in one process ---------------------------------------------------------------------------------------
+# Windows by accumulation_steps= in one process ------------------------------------------------------------------------
 
 
 def linear(**options: Any) -> tuple[nn.Linear, ParallelOptimizer]:
@@ -176,7 +176,7 @@ def samples(count: int) -> Tensor:
 def test_accumulation_steps_with_shorter_last_window_match_torch(
     micro: int, batches: int, size: int, order: str
 ) -> None:
-    """Managed windows equal plain torch on one batch per window."""
+    """torch gets all micro-batches of a window as one batch."""
     data = samples(batches * size)
     model, optimizer = linear(accumulation_steps=micro, max_norm=0.8)
     dense, _ = linear()

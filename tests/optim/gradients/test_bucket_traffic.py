@@ -53,7 +53,7 @@ def steps_of_two_ranks(**options: Any) -> tuple[Log, float]:
 
 
 def test_step_on_two_ranks_moves_eight_more_bytes_per_element_than_on_one() -> None:
-    """One pass reads the gradients, scales them and writes them to the bucket. After the sum, they are its views."""
+    """One pass reads the gradients, scales them and writes them to the bucket. Then the gradients are views of it."""
     alone, found = step_on(1)[1], steps_of_two_ranks()[1]
     assert alone == pytest.approx(36, abs=0.1)  # the norm reads gradients; AdamW also writes the unscaled gradients
     assert found - alone == pytest.approx(8, abs=0.1)

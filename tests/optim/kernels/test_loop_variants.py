@@ -1,4 +1,4 @@
-"""The choice of the fastest variant of the compiled loops. The bits of all are equal; see the tests of each loop."""
+"""The choice of the fastest variant of the compiled loops. Tests of each loop show that all variants give equal bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _widest_variant() -> Iterator[None]:
 
 
 def chosen_with(times: Mapping[str, float]) -> str:
-    """Return the variant that is selected if those of this machine take these times in seconds."""
+    """Return the selected variant if the variants of this machine take ``times``, in seconds."""
     assert [*loops().take_fastest(lambda: times[loops().variant])] == loops().supported()
     return loops().variant
 

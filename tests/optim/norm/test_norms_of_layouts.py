@@ -132,7 +132,7 @@ def test_norm_bucket_of_owner_only_parameter_counts_on_owner_ranks_only() -> Non
     assert [bucket.counts(topology.coordinate(rank)) for rank in range(4)] == [False, False, True, True]
 
 
-def test_plan_with_packed_norm_needs_one_group_per_sharding_model_axis() -> None:
+def test_plan_needs_groups_over_data_axes_only_for_per_group_norm() -> None:
     topology = Topology(roles={"expert": "data"}, data=2, expert=2, tensor=2)
     entries = [ParameterEntry("expert", P("expert", "tensor"), (1, 2)), ParameterEntry("norm", P(), (4,))]
     plan = ReductionPlan.of(entries, topology, 0)

@@ -144,7 +144,7 @@ def test_printed_plan_counts_uneven_dtensors_by_their_full_shapes(world: World) 
         assert agreed == "agreed by all 4 ranks, which count 47 elements together"
 
 
-def test_printed_plan_of_uneven_shards_says_that_its_count_assumes_even_ones(world: World) -> None:
+def test_printed_plan_of_uneven_shards_says_that_count_assumes_equal_sizes(world: World) -> None:
     for rank, (counted, agreed) in enumerate(world.run(2, plan_of_uneven_shards, False)):
         assert counted.startswith(f"counts {(6, 4)[rank]} elements, as if all shards had this rank's size; ")
         assert agreed == "agreed by all 2 ranks, which count 5 elements together"

@@ -114,7 +114,7 @@ def test_zero_gradient_set_by_other_code_on_stepped_tensor_is_stepped(world: Wor
 
 
 def test_optimizer_of_plain_parameters_does_not_import_dtensor_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module imports all of torch's DTensor, which takes seconds."""
+    """`meshstep.parallel.interop.dtensor` imports all of torch's DTensor code, which takes seconds."""
     monkeypatch.setitem(sys.modules, "meshstep.parallel.interop.dtensor", None)
     with registry_of((("data", 1),)) as registry:
         param = nn.Parameter(torch.ones(3))

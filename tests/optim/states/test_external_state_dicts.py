@@ -22,7 +22,7 @@ FSDP, ZERO, SPLIT, REPLICAS = "fully_shard", "ZeRO", "a declared split", "replic
 
 
 class Built:
-    """A model and its optimizer in one of the layouts in which ranks step different shards."""
+    """A model and its optimizer with layout ``kind``: `fully_shard`, ZeRO-1, declared shards, or replicas."""
 
     def __init__(self, kind: str, registry: ProcessGroupRegistry, precision: Mode = "fp32") -> None:
         self.kind = kind
@@ -30,7 +30,7 @@ class Built:
         if kind == FSDP:
             self.model: nn.Module = sharded_net(registry, torch.bfloat16 if precision == "bf16" else torch.float32)
         else:
-            # Shards of the same seed would be replicas.
+            # With the same seed, the shards of both ranks would be equal.
             torch.manual_seed(4 + (registry.global_rank if kind == SPLIT else 0))
             self.model = nn.Linear(6, 4)
             if precision == "bf16":

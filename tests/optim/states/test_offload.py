@@ -1,4 +1,4 @@
-"""Steps with offloaded states equal steps without offload bitwise. Most tests also keep the weights on the CPU."""
+"""Steps with offloaded states are bitwise identical to steps without offload. In most tests the model is on the CPU too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights written through ``.data``, which have a second copy in the optimizer, raise on all ranks in steps 2 and
-16."""
+"""Weights of which the optimizer keeps a copy (master weights, offload): writing them through ``.data`` raises on all
+ranks in steps 2 and 16."""
 
 from __future__ import annotations
 

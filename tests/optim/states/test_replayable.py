@@ -143,7 +143,7 @@ def after_an_error(name: str, what: What) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["data", "ZeRO-1, copied over tensor"])
-def test_replay_on_two_ranks_identifies_the_rank_with_the_flipped_bit(world: World, name: str) -> None:
+def test_replay_identifies_the_rank_with_the_flipped_bit(world: World, name: str) -> None:
     found = world.run(LAYOUTS[name].topology.world_size, after_an_error, name, "exp_avg")
     assert found[1] == ["bias: exp_avg"]
     assert not any(of_rank for rank, of_rank in enumerate(found) if rank != 1)

@@ -378,7 +378,7 @@ def test_fingerprints_detect_flipped_bit_in_remainder_or_exp_avg(world: World, w
 # Memory -----------------------------------------------------------------------------------------------------------------
 
 
-def test_split_masters_with_adamw_need_twelve_bytes_per_element() -> None:
+def test_split_masters_with_adamw_need_12_bytes_per_element_or_8_with_half_states() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         for states, nbytes in (((), 12), ((HalfStates(),), 8)):
             model = SPLIT.prepare(nn.Linear(64, 64, bias=False))
@@ -453,7 +453,7 @@ def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Ten
 def test_checkpoints_of_float32_and_split_masters_load_into_each_other(
     world: World, tmp_path: Path, is_split: bool
 ) -> None:
-    """They are loaded on the mesh of the checkpoint, and on a larger mesh with ZeRO-1."""
+    """The checkpoints are loaded on the mesh that wrote them, and on a larger mesh with ZeRO-1."""
     masters = world.run(2, write, str(tmp_path), not is_split)[0]
     for name, ranks in (("replicas", 2), ("ZeRO-1", 4)):
         for found, dtypes in world.run(ranks, read, str(tmp_path), is_split, name):

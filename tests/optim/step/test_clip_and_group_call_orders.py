@@ -41,7 +41,7 @@ def test_explicit_clip_does_not_complete_window_after_failed_backward(steps: int
 
 
 def changed_threshold() -> tuple[str, float]:
-    """Return the error or "skipped", and the first weight."""
+    """Return the error, "skipped" or "stepped", and the first weight."""
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         a, b = weight("a"), weight("b")
         groups = [{"params": [a], "max_norm": 1.0}, {"params": [b], "max_norm": 1.0}]

@@ -63,7 +63,7 @@ def kind_of(name: str, what: What) -> str:
     return what if what == "gradient" else f"state {what}"
 
 
-# The stepped tensor is a part of the model's parameter, or all of it.
+# Layouts whose stepped tensor is the model's parameter or a view of it, so that a flip changes both.
 WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 
 

@@ -425,7 +425,7 @@ def test_loading_a_state_ends_skipping_after_failure_on_one_rank(world: World) -
 
 
 def failed_after_load() -> list[str]:
-    """Load a state, let the update fail on rank 1 once, and return the errors of the steps after the failure."""
+    """Load a state, let the first update fail on rank 1, and return the last error of the steps, in a list."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         a = nn.Parameter(torch.ones(4))
         annotate(a, P(), "a")

@@ -926,7 +926,7 @@ def test_backward_none_without_weight_in_weighted_window_raises(steps: int | Non
         optimizer.backward(None)
 
 
-# Managed accumulation -------------------------------------------------------------------------------------------------
+# Windows of accumulation_steps= ---------------------------------------------------------------------------------------
 
 
 def step_without_backward() -> str:
@@ -959,7 +959,7 @@ def test_explicit_clip_with_equal_threshold_is_not_hashed_again() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_hash_of_compared_tensor_depends_on_order_and_salt(dtype: torch.dtype) -> None:
-    """Betas as a tensor of two elements, for example, in another order."""
+    """For example, two ranks may pass betas as a tensor of two elements in different orders."""
     one = torch.tensor([1, 2]).to(dtype)
     hashes = [float(_hashed(tensor, salt)) for tensor, salt in ((one, 1), (one.flip(0), 1), (one, 2))]
     assert len(set(hashes)) == 3

@@ -186,7 +186,7 @@ def test_written_gradients_warning_can_be_filtered(world: World) -> None:
     world.run(2, silenced)
 
 
-# loss.backward() instead of optimizer.backward(loss) in a managed window ----------------------------------------------
+# loss.backward() instead of optimizer.backward(loss) in a window of accumulation_steps= -------------------------------
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},

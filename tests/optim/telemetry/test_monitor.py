@@ -286,7 +286,7 @@ def test_monitor_continues_counting_from_loaded_state() -> None:
         first(stats_of(step), 1.0)
     assert first.state_dict() == {"step": 4, "skipped_steps": 1}
     second = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
-    second(stats_of(2), 100.0)  # before it is loaded
+    second(stats_of(2), 100.0)  # before the state is loaded
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"is no state of a Monitor; give the result of its state_dict\(\)"):
         second.load_state_dict({"step": 3})

@@ -222,7 +222,7 @@ def test_telemetry_figures_are_labeled_by_parameter_layer_group_or_glob() -> Non
 
 
 def in_groups(layout: Layout) -> dict[str, float]:
-    """Measure per group; the first stage has no part of the second group's last parameter. Return the figures."""
+    """Return the figures per param group. Their norms must equal the group norms of `GradStats`."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(torch.optim.SGD(model.groups(), lr=0.25, fused=True), registry)

@@ -121,7 +121,7 @@ def test_soap_and_shampoo_keep_two_square_matrices_per_dim_of_tensor(kind: Any) 
     assert bool(kernel.isfinite().all())
 
 
-def test_soap_and_shampoo_leave_parameter_without_gradient_unchanged() -> None:
+def test_owner_rank_optimizers_leave_parameter_without_gradient_unchanged() -> None:
     for make in MAKES.values():
         params = {name: nn.Parameter(torch.ones(4, 4)) for name in ("one", "two")}
         optimizer = make(params.items())
@@ -159,8 +159,8 @@ def test_owner_rank_optimizers_match_dense_update_on_random_layouts(
 
 
 def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter[str], int, list[str]]:
-    """Return the collectives of one step beyond those of SGD, the number of peer sets of this rank, and the states
-    that it owns."""
+    """Return the collectives of one step beyond those of SGD, the number of rank sets that share this rank's tensors,
+    and the states that it owns."""
     counts, kept, peers = [], [], []
     for make in (MAKES[kind], partial(torch.optim.SGD, lr=0.1, fused=True)):
         with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
@@ -178,7 +178,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-def test_owner_rank_step_needs_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
+def test_owner_rank_step_needs_at_most_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
         for kind in repetitions(list(MAKES), "steps", default=2)
@@ -405,7 +405,7 @@ def stepped_alone(kind: str) -> str:
         return str(caught.value)
 
 
-def test_full_tensor_optimizer_stepped_unwrapped_on_one_rank_fails_on_every_rank(world: World) -> None:
+def test_full_tensor_optimizer_stepped_unwrapped_on_one_rank_raises_on_every_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other

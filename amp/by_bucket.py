@@ -14,14 +14,17 @@ Bucket = Sequence[list[Tensor]]
 """The parameters of one bucket: one list per param group of the optimizer."""
 
 holders: list[torch.optim.Optimizer] = []
-"""Optimizers whose param groups currently contain only one bucket's parameters, within `holding`.
+"""Optimizers that are in a `holding` block, in which their param groups contain the parameters of one bucket only.
 
 Code that caches parameters by param group must not cache these param groups, because they are temporary.
 """
 
 
 def split_runs(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items in lists of at most ``most`` elements, or of one larger item. ``numel`` counts an item's elements."""
+    """Yield lists of consecutive items that have at most ``most`` elements together. A larger item gets its own list.
+
+    ``numel`` returns the number of elements of an item.
+    """
     run, held = list[T](), 0
     for item in items:
         size = numel(item)
@@ -37,16 +40,16 @@ def split_runs(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iter
 def step_by_bucket(
     optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], step: Callable[[Bucket], object]
 ) -> None:
-    """Call ``step`` once per bucket, with param groups that contain only the bucket's parameters.
+    """Call ``step(bucket)`` once per bucket, with param groups that contain only the bucket's parameters.
 
-    A param group of some optimizers (schedule-free ones) has a step counter, which must advance once and not once per
-    bucket. Before every call, each entry of the param groups is therefore set to the object from before the first call.
-    This resets Python numbers. It does not reset a tensor that the optimizer changes in place.
+    A param group of some optimizers (schedule-free ones) has a step counter, which must advance once per step and not once
+    per bucket. Before each bucket, all other entries of the param groups are therefore set to their values from before the
+    first bucket. This resets Python numbers. It does not reset a tensor that the optimizer changes in place.
 
     Args:
         optimizer: The optimizer. The list ``"params"`` of its param groups is replaced during each call, and restored.
         buckets: For each bucket, one list of parameters per param group.
-        step: Called with the bucket; updates the parameters in the optimizer's param groups.
+        step: Updates the parameters in the optimizer's param groups.
     """
     groups = optimizer.param_groups
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(group, dict(group)) for group in groups]

@@ -18,11 +18,9 @@ def is_captured() -> bool:
 def keeps_state_in_place(owner: object) -> Iterator[None]:
     """Context manager that raises if its body assigns a new object to an attribute of ``owner`` in a CUDA graph capture.
 
-    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. Outside a capture
-    nothing is checked.
+    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. The attributes are
+    compared by identity before and after the body. Outside a capture nothing is checked.
 
-    Args:
-        owner: The object whose attributes are compared by identity before and after the body.
     Raises:
         RuntimeError: The current stream is being captured, and an attribute has a new object.
     """

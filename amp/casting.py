@@ -114,9 +114,9 @@ class CastOutputs:
 class Autocast:
     """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
-    A pair of forward hooks is not used instead, because without ``always_call=True`` an exception in forward would leave
-    autocast enabled. A closure is not used instead, because a deep copy of the module would call the original module's
-    ``forward``, and a closure cannot be pickled.
+    It is a class and not a closure, because a closure cannot be pickled, and in a deep copy of the module it would call the
+    original module's ``forward``. It does not use forward hooks: without ``always_call=True``, an exception in forward
+    would leave autocast enabled.
 
     Args:
         function: The callable to run.
@@ -193,7 +193,7 @@ def lift_half_(model: nn.Module) -> bool:
     return cast_model_(model, lambda module, tensor: torch.float32 if is_half(tensor) else tensor.dtype)
 
 
-# Copies of many tensors at once: on a GPU a few kernels instead of one per tensor --------------------------------------
+# Copies of many tensors with few GPU kernels ---------------------------------------------------------------------------
 
 
 def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -201,11 +201,8 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     torch's multi-tensor copy launches one kernel per tensor if the (target, source) pairs of the list have different
     dtypes, or if a target and its source have different strides. This function therefore makes one multi-tensor copy per
-    device and pair of dtypes. A pair with different strides is copied by itself, unless both tensors are contiguous.
-
-    Args:
-        targets: Tensors that are written in place.
-        sources: One tensor per target, of the target's shape and device.
+    device and pair of dtypes. A pair with different strides is copied by itself, unless both tensors are contiguous. A
+    source must have the shape and device of its target.
     """
     groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

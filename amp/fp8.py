@@ -251,9 +251,9 @@ class Fp8(Precision):
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def _check_exclude(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """Raise ValueError if a pattern of `exclude` matches no linear layer.
+        """Raise ValueError if a pattern of ``exclude`` matches no linear layer.
 
-        With pipeline stages no pattern is checked, because a pattern may match a layer of another stage.
+        With several pipeline stages nothing is checked, because a pattern may match a layer of another stage.
         """
         topology = None if registry is None else registry.topology
         if topology is not None and topology.size(*topology.pipe_axes) > 1:

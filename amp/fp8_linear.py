@@ -4,7 +4,8 @@
     dx = Q5(dy) Q4(w)            the derivative of the rounding is taken as 1 (straight-through)
     dw = Q5(dy)^T Q4(x)
 
-Q4 rounds a tensor to float8_e4m3fn, and Q5 rounds it to float8_e5m2, with one scale per tensor.
+Q4 rounds a tensor to float8_e4m3fn, and Q5 rounds it to float8_e5m2. `Fp8Matmul` has one scale per tensor, and
+`Fp8RowMatmul` one scale per row.
 
 The products of two elements are exact, and they are summed in float32. NVIDIA GPUs of capability 8.9 and up use tensor
 cores (`torch._scaled_mm`). Other devices use a float32 matrix product of the same 8-bit operands. The results may differ
@@ -348,7 +349,6 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
             the maximum of each row.
     Returns:
         The 8-bit values, contiguous (row-major) for any memory layout of ``x``, and the inverse scale.
-    Collectives: none. Host synchronization: none.
     """
     scale = torch.finfo(format).max / amax.clamp(min=MIN_AMAX)
     values = torch.empty(x.shape, dtype=format, device=x.device)
@@ -407,7 +407,7 @@ def max_over_ranks(
 
 
 def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
-    """Return the largest absolute value of ``x`` as a 0-dim float32 tensor; 0 if ``x`` is empty. No host synchronization.
+    """Return the largest absolute value of ``x`` as a 0-dim float32 tensor; 0 if ``x`` is empty.
 
     If ``by_row`` is True, ``x`` is a matrix, and the result has the largest absolute value of each row: [rows, 1].
     """
@@ -487,7 +487,7 @@ def cache_rounded(weight: Tensor) -> None:
 
 
 def cache_of(weight: Tensor) -> WeightCache | None:
-    """Return the cache for this weight; None if the weight must be rounded at every use.
+    """Return the cache of the 8-bit values of ``weight``; None if the weight must be rounded at every use.
 
     The result is None if `cache_rounded` has not registered the weight, or if gradients are disabled. It is also None
     while the code is compiled or captured in a CUDA graph, because the compiled code or the graph may run with other
@@ -511,15 +511,16 @@ def round_both(
     axes: tuple[str, ...],
     by_row: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3.
+    """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3: the two operands of a product in 8 bits.
 
     If the cache has a valid entry for ``how``, the rounded weight is taken from it. Otherwise the weight is rounded, and
     stored in the cache.
 
     Args:
-        x: The other operand of the product: the input, or the gradient of the output.
+        x: The first operand: the input, or the gradient of the output.
         format: `E4M3` or `E5M2`, the 8-bit dtype of the rounded ``x``.
-        weight: The weight, or its transpose. For the weight gradient with one scale per row: the transposed input.
+        weight: The second operand: the weight or its transpose; in the product for the weight gradient with one scale per
+            row, the transposed input.
         weight_cache: The cache of the weight. None: the rounded ``weight`` is not cached.
         how: The kind of rounding, which is the key in the cache.
         registry: The process groups. None: the tensors are not sharded.

@@ -338,12 +338,12 @@ class GradScaler(torch.amp.GradScaler):
                 own loss scale, or steps other tensors than the model's parameters, such as master weights.
             ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself. The other ranks
                 then skip the step.
-            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
+            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step, unless `unscale_` was
+                called before `step`, or the scaler is disabled.
         """
         stepped: Any = optimizer
         if not hasattr(optimizer, "param_groups"):
             self._fail_for(optimizer)
-        # Tells `ParallelOptimizer` that all ranks have the same `found_inf`. torch's own scaler does not set it.
         stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -354,7 +354,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, as torch's scaler does, and find non-finite gradients of any rank.
 
         Raises:
-            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step.
+            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step, unless `unscale_` was
+                called for another optimizer that has not stepped yet, or the scaler is disabled.
             RuntimeError: `unscale_` or `step` was already called for this optimizer since the last `update`.
             ValueError: A gradient is float16. The other ranks then skip the step.
         Collectives: one all-reduce (MAX, one number, over all ranks); none with one rank or with ``enabled=False``.
@@ -364,10 +365,10 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def _fail_for(self, optimizer: object) -> NoReturn:
-        """Raise TypeError for an argument that is no optimizer. The other ranks skip the step.
+        """Raise TypeError for an argument that is no optimizer, after making the other ranks skip the step.
 
-        Collectives: that of `unscale_`. None if gradients of an optimizer are unscaled and the optimizer has not stepped
-        yet: the other ranks then do not wait in it.
+        Collectives: the all-reduce in which the other ranks wait, with found_inf = 1. None with ``enabled=False``, or if
+        `unscale_` was called for an optimizer that has not stepped yet: the other ranks then do not wait, and step.
         """
         unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
         if self._enabled and not unscaled:

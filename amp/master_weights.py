@@ -191,7 +191,7 @@ class MasterWeights:
         self.write_back()
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (model parameter, master) for each master that is in the param groups now.
+        """Return a (model parameter, master) pair for each master that is in the param groups now.
 
         These are all masters, except during a step that updates the parameters bucket by bucket. The param groups then
         contain only the masters of one bucket.
@@ -317,10 +317,9 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
 
     Args:
         state: A dict that `MasterWeights.state_dict` returned, perhaps with other entries.
-        masters: The masters of this optimizer by position, into which the state will be loaded.
+        masters: The masters of this optimizer by position (the index among all parameters of the optimizer).
     Raises:
-        ValueError: ``state`` has no entry ``"masters"``, or the entry is not a dict; its positions or shapes differ from
-            ``masters``; or a value is not a floating-point tensor.
+        ValueError: As in `MasterWeights.load_state_dict`.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
@@ -368,13 +367,12 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
     """Return True if an optimizer state may be stored in half precision.
 
     Such a state is a floating-point tensor with one value per parameter element, for example a moment. A number that
-    all elements share, such as a step count, must not be rounded, because the error would affect all elements equally.
+    all elements share, such as a step count, must not be rounded, because its error would affect all elements.
     A state counts as a shared number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
 
     Args:
-        key: The state's key in ``optimizer.state[param]``.
-        value: The state's value.
-        param: The parameter to which the state belongs.
+        key, value: An entry of ``optimizer.state[param]``.
+        param: The parameter.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
         return False
@@ -469,7 +467,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         master: float32 tensor of any shape, strides and bits. Weight and remainder have its shape.
-    Collectives: none. Host synchronization: none. Peak memory: 16 bytes per element.
+    Peak memory: 16 bytes per element.
     """
     code = _code(master.view(torch.int32))
     remainder = code.to(torch.int16)  # the lower half
@@ -485,7 +483,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     Args:
         weight: bfloat16 tensor of any shape, strides and bits.
         remainder: int16 tensor of the same shape.
-    Collectives: none. Host synchronization: none. Peak memory: 12 bytes per element, including the result.
+    Peak memory: 12 bytes per element, including the result.
     """
     bits = weight.view(torch.int16)
     size = bits & 0x7FFF

@@ -51,8 +51,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
         ``target``.
     Raises:
         ValueError: ``target`` is not bfloat16, ``source`` is not float32, or the shapes differ.
-    Collectives: none. Host synchronization: none. Temporary memory of a contiguous ``source``: up to 10
-    bytes per element.
+    Collectives: none. Host synchronization: none. Temporary memory if ``source`` is contiguous: up to 10 bytes per element.
     """
     if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
         raise ValueError(
@@ -67,10 +66,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 def seed_of(seed: int, steps: int, key: str) -> int:
     """Return the seed of the rounding noise of one parameter in one step. Equal arguments give equal seeds on every rank.
 
-    Args:
-        seed: The seed of the training run.
-        steps: The number of steps before this step.
-        key: A string that identifies the parameter and this rank's shard of it.
+    The arguments are the fields of `Noise`; ``key`` is its ``name``.
     """
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -96,12 +92,12 @@ class Noise(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Return a 64-bit number that identifies the parameter in all steps, for generators that count steps themselves."""
+        """Return a 64-bit number that identifies the parameter in all steps, for kernels that get ``steps`` separately."""
         return int.from_bytes(blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest(), "big")
 
 
 class Drawn(NamedTuple):
-    """Tensors that are rounded stochastically, with noise of one parameter.
+    """Tensors to round stochastically, all with the noise of one parameter: the parameter itself and its optimizer states.
 
     Attributes:
         noise: The identity of the noise.
@@ -415,9 +411,8 @@ class StochasticRounding:
         copies: dict[Tensor, Tensor] = {
             param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
         }
-        gradients = float32_of(
-            [param.grad for param in params if param.grad is not None]
-        )  # buckets have gradients only
+        # The condition holds for all parameters of a bucket (`_buckets`); it is for the type checker.
+        gradients = float32_of([param.grad for param in params if param.grad is not None])
         for (param, copy), gradient in zip(copies.items(), gradients, strict=True):
             copy_annotation(param, copy)
             copy.grad = gradient

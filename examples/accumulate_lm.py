@@ -54,7 +54,7 @@ IGNORED = -100  # target of padding
 
 
 class Paragraphs(Dataset[Tensor]):
-    """Paragraphs of Python's documentation in a fixed order: bytes [at most CONTEXT + 1], as integers."""
+    """Paragraphs of Python's documentation in a fixed order. A sample has up to CONTEXT + 1 bytes, as integers."""
 
     def __init__(self, start: int, end: int | None) -> None:
         texts = [text.strip() for topic in topics.values() for text in topic.split("\n\n")]
@@ -98,7 +98,7 @@ class Trainer:
         is_fixed = options.micro_batches is not None
         if is_fixed:
             torch.set_num_threads(1)  # matrix products on a CPU round differently with another number of threads
-        # In the fixed order a rank has consecutive micro-batches of a step: they are the parts of one batch of the loader.
+        # For the fixed order of the sum, a rank needs consecutive micro-batches: the parts of one batch of the loader.
         parts = options.accumulate if is_fixed else 1
         self.per_step: int = options.accumulate // parts
         self.loader = prepare_dataloader(
@@ -134,7 +134,7 @@ class Trainer:
             for inputs, targets in parts:
                 loss_sum, tokens = self.loss_sum(inputs, targets)
                 self.booster.backward(loss_sum, self.optimizer, weight=tokens)
-                # Step after every K-th micro-batch, and at the end of an epoch.
+                # `step` acts after every K-th micro-batch, and with `final=True`, at the end of an epoch.
                 ends_epoch = self.per_step > 1 and self.loader.state_dict()["position"] == 0
                 stats = self.optimizer.step(final=ends_epoch)
                 self.schedule.step()
@@ -142,7 +142,7 @@ class Trainer:
                 self.run.note(stats, loss_sum.detach() / tokens, count=tokens)
 
     def loss_sum(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the losses of this rank's tokens of a micro-batch, and their number."""
+        """Return the sum of the losses of this rank's tokens of a micro-batch, and the number of these tokens."""
         targets = self.gpt.sequence.own(targets, 1)
         tokens = int((targets != IGNORED).sum())
         logits = self.model(inputs.to(self.registry.device))
@@ -166,7 +166,7 @@ def run(trainer: Trainer) -> None:
     before = trainer.test()
     trainer.train()
     after, steps = trainer.test(), trainer.run
-    state_hash = trainer.optimizer.state_hash()  # every rank calls it
+    state_hash = trainer.optimizer.state_hash()  # a collective: every rank must call it
     generator = torch.Generator().manual_seed(trainer.options.seed)
     samples = [trainer.gpt.write(beginning, generator) for beginning in ("The ", "If ", "A class ")]
     if not steps.is_first:

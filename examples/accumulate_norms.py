@@ -33,7 +33,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Experiment:
-    """Number of steps, and the registry.
+    """Settings of the comparison: number of steps, registry, and samples per rank and step (`local_batch`).
 
     Raises:
         ValueError: The topology has an axis that is not a data axis, or the batch can't be divided equally over its ranks
@@ -90,7 +90,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def run(experiment: Experiment) -> None:
-    """Print, on rank 0, how far K micro-batches differ from one batch with each kind of norm layer."""
+    """Print on rank 0 the difference between K micro-batches and one batch, for each kind of norm layer and each K."""
     steps, registry = experiment.steps, experiment.registry
     say: Callable[[str], None] = print if registry.global_rank == 0 else lambda line: None
     where = "" if registry.topology.world_size == 1 else f" on each rank of {registry.topology!r}"

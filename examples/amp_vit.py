@@ -42,7 +42,7 @@ PATCH = 8  # pixels along each side
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> Caltech101:
-    """Open Caltech-101, or the sample in its format, as square images in -1..1."""
+    """Return Caltech-101, or the sample in its format, with square images in -1..1."""
     # Random crops are the same on every topology: prepare_dataloader seeds them by sample and epoch.
     augment = [v2.RandomCrop(options.image_size, padding=options.image_size // 16)] if train else []
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]

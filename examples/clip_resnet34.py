@@ -41,7 +41,7 @@ from training import Run, once_on_each_machine, steps_asked
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
-    """Open CIFAR-10, or the sample in its format; images [3, 32, 32] of about unit variance."""
+    """Return CIFAR-10, or the sample in its format, with images [3, 32, 32] of about unit variance."""
     # The random draws are the same on every topology: prepare_dataloader seeds them by sample and epoch.
     augment: list[Any] = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
     if options.sample:  # digits fill the image, and mirrored digits are not digits

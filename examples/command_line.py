@@ -26,7 +26,7 @@ from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distr
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 WRONG_USE = 2  # the exit code of argparse
-PATIENCE = 30.0  # seconds; much longer than any delay of rank 0, and than a launcher needs to end other ranks
+PATIENCE = 30.0  # seconds for which another rank waits, so that rank 0 reports an error first and the launcher ends all
 
 EXTRA = ("sklearn", "torchvision", "tqdm")  # packages of meshstep[examples]
 
@@ -56,7 +56,7 @@ SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The flags of a script: ``--topology``, its own flags, and, if it trains, those of `add_training_flags`.
+    """Parser of a script's command line. It has the flag ``--topology``; the script adds others.
 
     Args:
         doc: First text of ``--help``.
@@ -84,7 +84,7 @@ class CommandLine(argparse.ArgumentParser):
         if options.topology is None:
             options.topology = Topology(data=processes)
         if options.topology.world_size != processes and dist.is_initialized():
-            ProcessGroupRegistry(options.topology)  # check the world size before other flags
+            ProcessGroupRegistry(options.topology)  # raises, so that the world size is checked before other flags
         if "heads" in options and options.width % options.heads:
             raise ValueError(f"--width {options.width} must be a multiple of --heads {options.heads}")
         return options
@@ -115,17 +115,19 @@ def add_training_flags(
     epochs: int | None = None,
     accumulate: int = 1,
 ) -> None:
-    """Add the flags of a training script, with these defaults. It trains for ``steps`` steps, or ``epochs`` times over
-    the data."""
+    """Add the flags of a training script, with these defaults.
+
+    The script trains for ``steps`` steps, or for ``epochs`` passes over the data.
+    """
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     add_steps(length, steps)
     if epochs is not None:
-        length.add_argument("--epochs", type=_count, default=epochs, help="times over the data (default: %(default)s)")
+        length.add_argument("--epochs", type=_count, default=epochs, help="passes over the data (default: %(default)s)")
     add("--batch-size", type=_count, default=batch_size, help="samples in a full batch (default: %(default)s)")
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
     add("--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     modes = "mixed-precision mode, see meshstep.amp; O0 to O3 are those of apex (default: %(default)s)"
     add("--precision", choices=PRECISIONS, default=precision, help=modes)
     parts = "split each batch into K micro-batches (default: %(default)s)"
@@ -137,15 +139,15 @@ def add_training_flags(
     add("--save-every", type=_count, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)")
     add("--plot", type=_svg, metavar="FILE.svg", help="draw the curves of loss and gradient norm there")
     add("--beside", type=Path, metavar="FILE.csv", help="draw the --curve of another run there too, in grey")
-    add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
+    add("--curve", type=Path, metavar="FILE.csv", help="write the numbers of the curves there")
 
 
 def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 2) -> None:
     """Add ``--width``, ``--heads`` and ``--depth`` of a transformer with the defaults of the script."""
     add = parser.add_argument
     add("--width", type=_count, default=width, help="features between the layers (default: %(default)s)")
-    add("--heads", type=_count, default=4, help="of each attention layer (default: %(default)s)")
-    add("--depth", type=_count, default=depth, help="attention layers (default: %(default)s)")
+    add("--heads", type=_count, default=4, help="heads of each attention layer (default: %(default)s)")
+    add("--depth", type=_count, default=depth, help="number of transformer blocks (default: %(default)s)")
 
 
 def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
@@ -211,7 +213,7 @@ def main(
     Args:
         read_options: Return the options, given the number of processes.
         prepare: Return the argument of ``run``. Raise ValueError if the options or the topology are wrong.
-        run: Run the script. An error in it keeps its traceback.
+        run: Run the script. Its errors are printed with their traceback.
     """
     with _joined() as launch:
         with _told_by_one_rank(launch.rank):
@@ -233,13 +235,15 @@ def _joined() -> Iterator[Launch]:
 
 @contextmanager
 def _told_by_one_rank(rank: int) -> Iterator[None]:
-    """End the program at a ValueError; rank 0 prints the message as the last line."""
+    """Context manager that ends the program at a ValueError, with its message as the last line of rank 0.
+
+    On other ranks the error is raised after `PATIENCE` seconds.
+    """
     try:
         yield
     except ValueError as error:
         if rank != 0:
-            # Usually rank 0 has the same error, and the launcher ends this rank after rank 0. If rank 0 has no error,
-            # this rank raises its own.
+            # Usually rank 0 has the same error, and the launcher ends this rank while it sleeps.
             time.sleep(PATIENCE)
             raise
         tell(f"{Path(sys.argv[0]).name}: error: {error}")
@@ -247,8 +251,7 @@ def _told_by_one_rank(rank: int) -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Print the message as the last text: under torchrun, write it to the file that torchrun quotes in its final
-    report."""
+    """Print a message. Under torchrun, write it to the file that torchrun quotes at the end of its report instead."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         about: dict[str, Any] = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

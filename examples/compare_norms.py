@@ -33,7 +33,7 @@ def squares(param: Tensor | None) -> float:
 
 
 def layer_input() -> Tensor:
-    """Return an input like that of the second layer of an MLP: [batch, feature]."""
+    """Return a random input [batch, feature] after a GELU, such as the second layer of an MLP gets."""
     return F.gelu(torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1)))
 
 
@@ -73,7 +73,7 @@ def prepare(options: argparse.Namespace, registry: ProcessGroupRegistry) -> Comp
 
 
 def measure(layer: nn.Module, registry: ProcessGroupRegistry) -> list[tuple[str, float]]:
-    """Return (method, norm) of each method."""
+    """Return a (method, norm) pair for each method of measuring the norm."""
     weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
     everywhere = gather_objects((squares(weight), squares(bias)), registry)
     model_axes = registry.topology.model_axes
@@ -101,7 +101,7 @@ def run(comparison: Comparison) -> None:
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line. Raise ValueError if a flag is wrong."""
-    axes = "data: copies that see parts of the batch; tensor: 1-D layer; row and col: 2-D layer"
+    axes = "data: replicas with different parts of the batch; tensor: 1-D layer; row and col: 2-D layer"
     return CommandLine(__doc__, axes).read(processes, arguments)
 
 

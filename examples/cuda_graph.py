@@ -11,7 +11,7 @@ WARM_UP = 3  # the first steps create states, connect groups and check gradients
 
 
 class GraphedStep:
-    """Call a step a few times, then capture it, and replay it from then on.
+    """Training step that runs normally three times. Its fourth call is captured in a CUDA graph, which is then replayed.
 
         step = GraphedStep(lambda images, labels: train(images, labels))
         loss, norm = step(images, labels)
@@ -45,8 +45,10 @@ class GraphedStep:
         return self._outputs
 
     def _warm_up(self, inputs: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Run the step on a side stream: autograd keeps using the stream of the first step, and the default one can't
-        be captured."""
+        """Run the step on a side stream.
+
+        Autograd keeps using the stream of the first step, and the default stream can't be captured.
+        """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

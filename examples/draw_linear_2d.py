@@ -24,7 +24,7 @@ GRID = Topology(row=2, col=2)
 IN, OUT = 4, 4
 
 
-# The facts ------------------------------------------------------------------------------------------------------------
+# Shards and groups of ranks -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,14 @@ class Held(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter on the grid: the shard of each rank, the axes over which its squared norm is summed, and the groups
-    of ranks along them."""
+    """A parameter on the grid.
+
+    Attributes:
+        title, spec, shape: Caption, layout and full shape.
+        held: The shard of each rank.
+        axes: The mesh axes over which the squared norm is summed.
+        groups: The groups of ranks along these axes.
+    """
 
     title: str
     spec: P
@@ -71,7 +77,7 @@ class Parameter(NamedTuple):
 
 def linear_2d_parameters(topology: Topology = GRID) -> Iterator[Parameter]:
     """Iterate over the weight, and the bias in each of its layouts."""
-    with ProcessGroupRegistry(Topology(row=1, col=1)) as one:  # enough to read the layer's specs
+    with ProcessGroupRegistry(Topology(row=1, col=1)) as one:  # one rank suffices, because specs do not depend on sizes
         for layout in get_args(BiasLayout):
             layer = Linear2D(IN, OUT, one, bias=layout)
             if layout == get_args(BiasLayout)[0]:
@@ -99,7 +105,7 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
 
 MARGIN, PANEL, GAP = 36, 212, 26  # panels side by side
 CARD, BETWEEN = (88, 96), 22  # a rank's card, and the gap between cards
-HEAD, BODY = 136, 256  # where the grid begins, and its height
+HEAD, BODY = 136, 256  # top and height of the grid
 COLOURS = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a")
 STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }

@@ -76,11 +76,13 @@ def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Part(nn.Module):
-    """The stages of this rank, with the parameter names of the full model. The same seed draws the same weights for
-    every topology and schedule.
+    """The stages of this rank, with the parameter names of the full model.
+
+    The same seed draws the same weights for every topology and schedule.
 
     Args:
-        own: The stages of this rank, of ``stages`` in total.
+        own: Indices of this rank's stages.
+        stages: Total number of stages.
     Raises:
         ValueError: The layers do not divide over the stages.
     """
@@ -118,7 +120,10 @@ class Part(nn.Module):
 
 
 class Stage(nn.Module):
-    """One stage: from bytes [batch, token] or features to features or logits of this rank's shard of the vocabulary."""
+    """One pipeline stage. The first stage maps bytes [batch, token] to features, other stages map features to features.
+
+    The last stage maps features to logits of this rank's shard of the vocabulary.
+    """
 
     def __init__(self, part: Part, stage: int, depth: int) -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class Stage(nn.Module):
 def dense_gradient_norm(
     weights: Mapping[str, Tensor], batch: Sequence[tuple[Tensor, Tensor]], heads: int, depth: int
 ) -> float:
-    """Return the gradient norm of the mean loss of a batch, by a model in plain torch, in the dtype of the weights."""
+    """Return the gradient norm of the mean loss of a batch, computed in plain torch in the dtype of the weights."""
     p = {name: weight.requires_grad_() for name, weight in weights.items()}
     inputs, targets = (torch.cat(parts) for parts in zip(*batch, strict=True))
     x = p["embed.weight"][inputs] + p["positions"]
@@ -182,7 +187,7 @@ class Trainer:
         topology = registry.topology
         train, test = Paragraphs(TEST_PARAGRAPHS, options.paragraphs), Paragraphs(0, TEST_PARAGRAPHS)
         size = options.batch_size // topology.size(*topology.data_axes)
-        # All micro-batches have the same size.
+        # drop_last, because a pipeline needs micro-batches of equal size.
         self.loader = prepare_dataloader(
             train, registry, size, shuffle=True, drop_last=True, seed=options.seed, collate_fn=collate
         )
@@ -199,7 +204,8 @@ class Trainer:
             )
             for stage in self.part.own
         ]
-        # The loss is a sum, which the step divides by the number of tokens; torch would divide by micro-batches.
+        # scale_grads=False: the loss is a sum, which the step divides by the number of tokens. By default, torch divides
+        # by the number of micro-batches.
         several = STAGES_A_RANK[options.schedule] > 1
         schedule = SCHEDULES[options.schedule](
             made if several else made[0], options.accumulate, loss_fn=self.loss_sum, scale_grads=False
@@ -265,7 +271,10 @@ class Trainer:
 
 
 def own_stages(schedule: str, registry: ProcessGroupRegistry) -> list[int]:
-    """Return the stages of this rank: one; two in a V (the first rank also has the last stage); or two, interleaved."""
+    """Return the indices of this rank's stages: one stage, or two.
+
+    With ``zbv`` the second stages are in reversed order, so the first rank has the first and the last stage.
+    """
     rank, ranks = registry.rank("pipe"), registry.size("pipe")
     return {1: [rank], 2: [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]}[STAGES_A_RANK[schedule]]
 

@@ -55,7 +55,7 @@ class Samples(NamedTuple):
 
 
 def load_samples(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
-    """Return samples for training and for the test, always with the same split."""
+    """Return the training samples and the test samples. The split is the same in every run."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).to(dtype) / 8 - 1
     patches = rearrange(images, "n (row p) (col q) -> n (row col) (p q)", p=2, q=2).to(device)
@@ -75,7 +75,7 @@ def batch_at(step: int, samples: Samples, batch_size: int, seed: int) -> Samples
 
 
 class Split:
-    """Sharding of a batch over the data axes and over the axes of the layers."""
+    """Sharding of a batch over the data axes, and over the model axes of the layers."""
 
     def __init__(self, layers: DenseLayers, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
@@ -95,7 +95,7 @@ class Split:
         return Samples(patches, shard(batch.labels, self.label_spec, self.registry))
 
     def micro_batches(self, batch: Samples, total: int) -> list[Samples]:
-        """Return this rank's micro-batches, of ``total`` on all data ranks: the first data rank has the first ones."""
+        """Return this rank's micro-batches. All data ranks together have ``total`` of them, in the order of the ranks."""
         data_axes = self.registry.topology.data_axes
         per_rank = total // self.registry.topology.size(*data_axes)
         first = per_rank * self.registry.rank(*data_axes) if data_axes else 0
@@ -158,7 +158,7 @@ class Trainer:
             self.keep_length(of_this_run)
 
     def keep_length(self, of_this_run: dict[str, Any]) -> None:
-        """Set the length of the loaded schedule to the length of this run, which may be longer than the saved run.
+        """Set the length of the loaded schedule to the length of this run, which may differ from that of the saved run.
 
         The first step still has the saved learning rate.
         """
@@ -184,9 +184,8 @@ class Trainer:
         steps = tqdm(range(start, last), unit="step", initial=start, total=last, disable=self.registry.global_rank != 0)
         for step in steps:
             self.step(batch_at(step, self.train_samples, self.options.batch_size, self.options.seed))
-            if (
-                step % 10 == 9 or step == self.options.steps - 1
-            ):  # rarely, because reading numbers is a host synchronization
+            # Reading numbers synchronizes the host, so they are not read in every step.
+            if step % 10 == 9 or step == self.options.steps - 1:
                 loss, accuracy, norm, _ = self.history[-1].tolist()
                 self.optimizer.poll()
                 steps.set_postfix_str(f"loss {loss:.4f}, gradient norm {norm:.3f}, accuracy {accuracy:.0%}")
@@ -204,7 +203,7 @@ class Trainer:
             self.differences.append(abs(float(norm) / expected - 1))
 
     def update(self, patches: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """Run all micro-batches and the step; return mean loss and accuracy, gradient norm, clip coefficient."""
+        """Run all micro-batches and the step. Return (mean loss and accuracy [2], gradient norm, clip coefficient)."""
         self.optimizer.zero_grad()
         count, total = self.options.accumulate, self.options.micro_batches
         measured = []
@@ -249,7 +248,7 @@ class Trainer:
 def report(trainer: Trainer, seconds: float) -> bool:
     """Print the results on rank 0, and return False there if ``--verify`` found wrong norms; else return True."""
     test_loss, test_accuracy = trainer.test()
-    state_hash = trainer.optimizer.state_hash()  # every rank calls it
+    state_hash = trainer.optimizer.state_hash()  # a collective: every rank must call it
     if trainer.registry.global_rank != 0:
         return True
     options, history = trainer.options, torch.stack(trainer.history).cpu()
@@ -291,8 +290,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     parser.add_argument(
         "--verify",
         action="store_true",
-        help=f"compare the gradient norm of every step with the dense model's in float64, computed beside it; "
-        f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
+        help=f"compare the gradient norm of every step with that of the dense model in float64; "
+        f"exit with 1 if the relative difference exceeds {LARGEST_DIFFERENCE:.0e}",
     )
     fixed = "split each batch into N micro-batches over all data ranks, sum their gradients in an order that does not "
     parser.add_argument(

@@ -25,7 +25,11 @@ LARGEST_DIFFERENCE = 1e-5
 
 
 def verdict(differences: Sequence[float]) -> tuple[str, bool]:
-    """Return the text of --verify for relative differences of norms, and whether they are right. NaN is not right."""
+    """Return the text that ``--verify`` prints, and True if no difference exceeds `LARGEST_DIFFERENCE`; False for NaN.
+
+    Args:
+        differences: Relative difference from the dense norm per step.
+    """
     largest = float(torch.tensor([0.0, *differences]).max())
     right = largest <= LARGEST_DIFFERENCE
     return (
@@ -35,14 +39,14 @@ def verdict(differences: Sequence[float]) -> tuple[str, bool]:
 
 
 def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:
-    """Return the number of steps of ``--steps`` or ``--epochs``."""
+    """Return ``--steps``, or without it the steps of ``--epochs`` epochs of ``per_epoch`` steps."""
     steps: int = options.steps or options.epochs * per_epoch
     return steps
 
 
 def once_on_each_machine(make: Callable[[], object]) -> None:
     """Call ``make`` on one rank of every machine; other ranks wait for it."""
-    if init_distributed().local_rank == 0:  # only describes the existing process group
+    if init_distributed().local_rank == 0:  # the process group exists; the call only returns the local rank
         make()
     dist.barrier()
 
@@ -59,7 +63,7 @@ class Run:
         booster, model, optimizer, schedule: Results of `Booster.boost`. They resume from the newest checkpoint, if any.
         steps: Total number of steps.
         every: Steps between reports, which are the points of the curve.
-        unit: Name of the items in ``count``.
+        unit: Name of the items that ``count`` of `note` counts.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Run:
             per_step: Batches of the loader per step.
         """
         start, per_epoch = time.perf_counter(), -(-len(loader) // per_step)
-        # The position follows from the number of steps, so it is right for any --accumulate.
+        # The position is computed from the number of steps, so a run may continue with another --accumulate.
         loader.load_state_dict(loader.state_after(self.done // per_epoch, self.done % per_epoch * per_step))
         total = max(self.steps, self.done)
         with tqdm(total=total, initial=self.done, unit="step", disable=not self.is_first) as self._bar:

@@ -28,7 +28,7 @@ class MixtureTransformer(PatchTransformer):
     """A vision transformer for scikit-learn's digits with mixtures of experts.
 
     Args:
-        mixture: Make the mixture of a block, given the width and the family of layers.
+        mixture: Returns the mixture of experts of a block, given the width and the family of layers.
     """
 
     def __init__(
@@ -54,8 +54,10 @@ class MixtureTransformer(PatchTransformer):
 
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor] | None:
-    """Return the full parameters of the dense model by name, on the CPU of rank 0; None on other ranks. Call it on all
-    ranks."""
+    """Return the full parameters of the dense model by name, on the CPU of rank 0; None on other ranks.
+
+    Call it on all ranks.
+    """
     held = {name: (spec_of(param), param.detach().cpu()) for name, param in model.named_parameters()}
     everybody: list[Any] = [held] * registry.topology.world_size
     if len(everybody) > 1:
@@ -68,9 +70,7 @@ def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[st
         for name, spec in specs.items()
     }
     for name, module in model.named_modules():
-        if isinstance(
-            module, Linear2D | Linear3D
-        ):  # these weights are [in, out], and those of `nn.Linear` are [out, in]
+        if isinstance(module, Linear2D | Linear3D):  # their weights are [in, out]; `nn.Linear` needs [out, in]
             full[f"{name}.weight"] = full[f"{name}.weight"].t()
     return full
 

@@ -50,7 +50,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, for this rank's shard of ``tokens`` tokens. None: sequences are not sharded."""
+    """Transformer block: attention and two linear layers.
+
+    ``forward`` takes this rank's tokens, and the number ``tokens`` of all tokens (None: sequences are not sharded).
+    """
 
     def __init__(self, width: int, heads: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [batch, token] -> logits of the next byte [batch, local token, local vocabulary].
+    """Transformer from bytes [batch, token] to logits of the next byte [batch, local token, local vocabulary].
 
     Raises:
         ValueError: The topology has an axis other than data, cp and tensor, or its sizes do not divide those of the
@@ -98,7 +101,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, beginning: str, generator: torch.Generator, temperature: float = 0.6) -> str:
-        """Continue a paragraph to its end, or to the end of the context. All ranks must call, with equal generators."""
+        """Return a paragraph that continues ``beginning``. Call it on all ranks, with generators in the same state."""
         text = [0, *beginning.encode()]
         while len(text) < CONTEXT:
             logits = self.sequence.last(self(torch.tensor([text], device=self.registry.device)), len(text))[0]

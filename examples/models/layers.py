@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 
 class DenseLayers:
-    """Makes the layers of a model: those of torch, replicated on every rank. Subclasses replace layers that they shard."""
+    """Family of torch's layers, replicated on every rank. Subclasses override the methods for layers that they shard."""
 
     batch_axes: tuple[str, ...] = ()  # model axes over which the batch is sharded, besides the data axes
     feature_axes: tuple[str, ...] = ()  # model axes over which the features between layers are sharded
@@ -51,7 +51,7 @@ class DenseLayers:
         return self.batch_axes, self.feature_axes
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError if the attention heads do not divide over the axis over which the family shards them."""
+        """Raise ValueError if the attention heads do not divide over the axis that shards them. This family shards none."""
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """Return a single linear layer."""
@@ -62,11 +62,11 @@ class DenseLayers:
         return self.linear(in_features, classes)
 
     def first_linear(self, in_features: int, out_features: int, bias: bool = True) -> nn.Module:
-        """Return the first layer of a pair; code between the two works on each output feature (or head) alone."""
+        """Return the first of a pair of linear layers. Code between the two must treat each feature (or head) alone."""
         return nn.Linear(in_features, out_features, bias)
 
     def second_linear(self, in_features: int, out_features: int) -> nn.Module:
-        """Return the second layer of a pair."""
+        """Return the second of a pair of linear layers."""
         return nn.Linear(in_features, out_features)
 
     def norm(self, features: int) -> nn.Module:
@@ -114,7 +114,7 @@ class Layers2D(DenseLayers):
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
     depth: str | None = None  # the axis along which there are several grids
-    classes: int | None = None  # of the classifier; need not be divisible by the size of `col`
+    classes: int | None = None  # the classifier's number of classes; need not be divisible by the size of `col`
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
@@ -165,7 +165,7 @@ class Layers3D(DenseLayers):
 
     batch_axes = ("weight", "input")
     feature_axes = ("output",)
-    input_axes = (("weight", "output"), ("input",))  # of a single linear layer
+    input_axes = (("weight", "output"), ("input",))  # the first layer is `linear`, which exchanges input and output
     rules: Mapping[str, P] = {}
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:

@@ -46,7 +46,13 @@ from .vit import Attention
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """Number of experts, choices per token, and capacity of an expert relative to its average number of tokens."""
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        experts: Number of experts.
+        top_k: Number of experts that a token chooses.
+        capacity: Largest number of tokens per expert and sample, relative to the average number.
+    """
 
     experts: int = 8
     top_k: int = 2
@@ -58,9 +64,13 @@ class MixtureShape:
 
 
 class Routing(NamedTuple):
-    """Chosen experts, their scores (0 if dropped), and whether a choice is taken [sample, token, choice]; the imbalance.
+    """Result of the router.
 
-    The imbalance is 1 if all experts are chosen equally often.
+    Attributes:
+        experts: The chosen experts [sample, token, choice].
+        scores: Their scores; 0 for a dropped choice.
+        taken: False for a dropped choice.
+        imbalance: 0-dim; 1 if all experts are chosen equally often.
     """
 
     experts: Tensor
@@ -70,7 +80,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses experts, equally on all ranks with the same tokens."""
+    """Replicated linear layer that chooses experts for each token. Ranks with the same tokens choose the same experts."""
 
     def __init__(self, width: int, shape: MixtureShape) -> None:
         super().__init__()
@@ -121,9 +131,10 @@ class Experts(nn.Module):
             annotate(self.get_parameter(name), spec)
 
     def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
-        """Apply the experts to tokens [token, feature], ordered by expert, ``counts`` tokens per expert.
+        """Apply the experts to tokens [token, feature], which are ordered by expert.
 
-        An expert without tokens computes with an empty tensor, so it has a gradient of zero.
+        ``counts`` has the number of tokens per expert. An expert without tokens gets an empty tensor, so its gradient is
+        zero and not None.
         """
         if self.registry is not None and self.inner:
             tokens = copy_to(tokens, self.registry, *self.inner)
@@ -140,16 +151,16 @@ class Experts(nn.Module):
 
 
 def model_axes(registry: ProcessGroupRegistry | None) -> tuple[str, ...]:
-    """Return the axes along which ranks have the same tokens."""
+    """Return the topology's model axes: the ranks along them have the same tokens. None: no axes."""
     return () if registry is None else registry.topology.model_axes
 
 
 class Mixture(nn.Module):
-    """x [sample, token, feature] -> sum of the outputs of a token's experts and of a shared expert.
+    """Mixture of experts: maps x [sample, token, feature] to the outputs of each token's experts plus a shared expert's.
 
     Args:
         layers: Family of layers for the shared expert.
-        registry, axes: Axes over which experts are sharded. None and (): all experts are on this rank.
+        registry, axes: Process groups, and the axes that shard the experts. Defaults None and (): all experts are here.
     """
 
     def __init__(
@@ -161,16 +172,16 @@ class Mixture(nn.Module):
         axes: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        # In the order of the topology: the ranks of a process group, and so the experts, have this order.
+        # Sorted like the topology's axes, because the ranks of a process group, and so the experts, have this order.
         self.axes = axes = tuple(axis for axis in registry.topology.axes if axis in axes) if registry else ()
         self.registry, self.shape = registry, shape
         self.router = Router(width, shape)
         self.experts = Experts(width, 2 * width, shape.experts, registry, axes)
         self.shared_up = layers.first_linear(width, 2 * width)
         self.shared_down = layers.second_linear(2 * width, width)
-        # Along these axes ranks have the same tokens, so each rank sends its part.
+        # Ranks along these axes have the same tokens, so each rank sends only a part of them to experts.
         self.alike = tuple(axis for axis in model_axes(registry) if axis in axes)
-        self.imbalance = self.dropped = torch.zeros(())  # of this rank's samples in the last forward
+        self.imbalance = self.dropped = torch.zeros(())  # means over this rank's samples in the last forward
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
@@ -214,8 +225,7 @@ class Mixture(nn.Module):
 
 
 class DenseMixture(Mixture):
-    """A mixture with dense dispatch: each expert computes all tokens, with a score of 0 for tokens that did not choose
-    it."""
+    """Mixture in which every expert computes all tokens. Its score is 0 for tokens that did not choose it."""
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:
         scores = torch.zeros_like(tokens[:, :1]).expand(-1, self.shape.experts)

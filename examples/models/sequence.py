@@ -4,7 +4,8 @@
     in attention               some heads, all tokens
     conversion                 an all-to-all
 
-Parameters are replicated over the axis. The loss of a rank covers its tokens, so gradients are averaged as over data.
+Parameters are replicated over `cp`. The loss of a rank covers its tokens, so gradients are averaged over `cp` as over
+`data`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from torch import Tensor
 
 
 class SplitSequence:
-    """The tokens of a sequence on each rank: numbers differ by at most one, first ranks have more. Without `cp`: all
-    tokens."""
+    """Sharding of sequences over the axis `cp`. The first ranks may have one token more than the last ranks.
+
+    Without the axis, every rank has all tokens.
+    """
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         topology = registry.topology
@@ -25,11 +28,11 @@ class SplitSequence:
         self.ranks = topology.size(*self.axes)
 
     def sizes(self, tokens: int) -> list[int]:
-        """Return the number of tokens of a sequence on each rank."""
+        """Return for each rank its number of tokens of a sequence of ``tokens`` tokens."""
         return [tokens // self.ranks + (rank < tokens % self.ranks) for rank in range(self.ranks)]
 
     def own(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens."""
+        """Return this rank's tokens of a full sequence along ``dim``."""
         sizes, rank = self.sizes(full.size(dim)), self.registry.rank(*self.axes) if self.axes else 0
         return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 

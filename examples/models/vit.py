@@ -45,10 +45,13 @@ class Block(nn.Module):
 
 
 class PatchTransformer(nn.Module):
-    """Patches [batch, token, pixel] -> logits [batch, class], each sharded as the family defines.
+    """Transformer from patches [batch, token, pixel] to logits [batch, class], each sharded as the family defines.
 
     Args:
-        block: Make a block, given width, heads and family.
+        layers: The family of layers.
+        pixels, tokens, classes: Values per patch, patches per image, and classes.
+        width, heads, depth: Features between the layers, attention heads, and blocks.
+        block: Returns a block, given width, heads and family. Default: `Block`.
     """
 
     def __init__(

@@ -60,7 +60,10 @@ class MyNet(nn.Module):
 
 
 class SumInBackward(torch.autograd.Function):
-    """x is replicated and used on each rank, so its gradient is the sum over the ranks."""
+    """Autograd function that returns x, and sums its gradient over the ranks in backward.
+
+    x is replicated and every rank uses it, so its gradient is the sum of the ranks' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,7 +78,7 @@ class SumInBackward(torch.autograd.Function):
 
 
 class SumInForward(torch.autograd.Function):
-    """Sum y over the ranks; the gradient of each term equals the gradient of the sum."""
+    """Autograd function that sums y over the ranks. In backward, each term gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -127,18 +127,21 @@ class AdapterLayout:
         return ()
 
     def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return a (dim, full length, spans on this rank) triple per dim of the input that the layer's axes shard."""
+        """Return a triple per dim of ``input`` that the layer's axes shard: (dim, full length, spans of this rank's shard).
+
+        The spans are (offset, length) pairs in the full dim.
+        """
         return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
-        """Return (dim, full length, spans on this rank) of an input dim that ``axes``, slowest first, shard evenly."""
+        """Return the triple of `input_shards` for a dim that ``axes``, slowest first, shard evenly."""
         length, index = input.size(dim), 0
         for axis in axes:
             index = index * self.registry.size(axis) + self.registry.coordinate[axis]
         return dim, length * self.registry.size(*axes), ((index * length, length),)
 
     def _feature_shard(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return this rank's shard of the last dim, with the spans of A's columns; [] if the rank has all features."""
+        """Return the triple of `input_shards` for the last dim, with the spans of A's columns; [] if no axis shards it."""
         if input.size(-1) == self.in_features:
             return []
         where = self.registry.topology, self.registry.coordinate
@@ -149,7 +152,7 @@ class AdapterLayout:
         return a, b
 
     def norms_of_output(self, norms: Tensor) -> Tensor:
-        """Return the norms for the output features of this rank's shard of B.
+        """Return DoRA's norms of weight rows for the output features of this rank's shard of B.
 
         Args:
             norms: The norms for the output features of this rank's shard of the weight.
@@ -162,7 +165,7 @@ class AdapterLayout:
         return None if bias is None else local_tensor(bias)
 
     def full_shapes(self, r: int) -> tuple[tuple[int, ...], ...]:
-        """Return the full shapes of A, B and the magnitudes of DoRA, for the rank ``r`` of the adapter."""
+        """Return the full shapes of A, B and DoRA's magnitudes. ``r`` is the adapter's rank in LoRA's sense."""
         return (r, self.in_features), (self.out_features, r), (self.out_features,)
 
     def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
@@ -285,7 +288,10 @@ class RowLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class GridLayout(AdapterLayout):
-    """The layout for `Linear2D`, `Classifier2D` and `Embedding2D`: the batch over ``row``, the features over ``col``."""
+    """The layout of an adapter for `Linear2D`, `Classifier2D` or `Embedding2D`.
+
+    The layer's batch is sharded over the axis ``row``, its features over ``col``.
+    """
 
     row: str = "row"
     col: str = "col"
@@ -344,7 +350,7 @@ class GridLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class CubeLayout(AdapterLayout):
-    """The layout of an adapter for a `Linear3D`. The fields are the mesh axes of the layer."""
+    """The layout of an adapter for a `Linear3D`, with the mesh axes of the layer: `input`, `weight` and `output`."""
 
     input: str = "input"
     weight: str = "weight"
@@ -411,7 +417,8 @@ def layout_of(
         expert_axes: Axes along which ranks hold the layers of different experts. Default: none.
         name: Name of the layer in errors. Default: "the base layer".
     Raises:
-        ValueError: The layer is not supported, or its weight has no spec.
+        ValueError: The layer is not supported; both dims of its weight are sharded, or one dim over axes in another order
+            than the topology's; or as in `weight_spec`.
     """
     found = _grid_or_cube(base, registry)
     if found is not None:
@@ -502,9 +509,10 @@ def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer"
 
 
 def without_axes(spec: P, axes: Iterable[str]) -> P:
-    """Return the spec in which ``axes`` shard no dim, without owned and tied axes: each stage has an adapter of its own.
+    """Return a copy of ``spec`` in which ``axes`` shard no dim, and without ``owned`` and ``tied``.
 
-    Axes that shard a dim jointly with one of ``axes`` are removed too. Partial axes are unchanged.
+    Axes that shard a dim jointly with one of ``axes`` are removed too. Partial axes are unchanged. ``tied`` is removed
+    because each pipeline stage has a separate adapter.
     """
     axes = {*axes}
     dims = [[part for part in spec.joint_dim_axes(dim) if axes.isdisjoint(part)] for dim in range(len(spec.entries))]
@@ -514,7 +522,7 @@ def without_axes(spec: P, axes: Iterable[str]) -> P:
 
 
 def mesh_axes_of(param: Any, topology: Topology) -> set[str]:
-    """Return the axes of the topology of which the mesh of a DTensor consists."""
+    """Return the topology axes that make up the device mesh of a DTensor."""
     from ..interop.dtensor import check_mesh, mesh_axes
 
     known = check_mesh(param, topology)
@@ -525,7 +533,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     """Raise ValueError if a factor is undeclared, or declared with other shards than its base layer requires.
 
     Axes of size 1, axes over which gradients are partial, and data axes over which `fully_shard` shards a factor are not
-    compared. With one rank nothing is checked. The result is the same on every rank that has declared the same layouts.
+    compared. With one rank nothing is checked. Ranks with equal declarations raise the same error.
 
     Args:
         factors: (name, parameter) pairs of A, B and, with DoRA, the magnitudes.

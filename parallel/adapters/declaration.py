@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
         first, second: The factors A and B, in the shapes [r, in] and [out, r]; of several experts in one parameter, in the
             shapes of `GroupedLoRA`.
         magnitude: DoRA's magnitudes; None without DoRA.
-        names: Names of A, B and the magnitudes in the model. The last name may be given without DoRA too, or be missing.
+        names: Names of A, B and the magnitudes in the model. Without DoRA the last name is unused, and may be missing.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
         key: PEFT's name of the adapter; None for other adapters.
         layout: The layout of an adapter of meshstep; None for other adapters.
@@ -103,7 +103,7 @@ def declare_adapters(
     Raises:
         ValueError: The model has no adapter; a base layer is not supported or not declared; a factor has a shape that does
             not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The text names the layer.
-            No layout is declared in these cases, except by a registry that is derived from the model.
+            No layout is declared in these cases, except that deriving a registry declares undeclared parameters ``P()``.
     Collectives and host synchronization: none, unless the registry is derived from the model.
     """
     registry = registry or registry_in(model)
@@ -243,7 +243,10 @@ def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module
 
 
 def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Iterate over the parameters of PEFT's ``modules_to_save``: (name, parameter of the original module, parameter)."""
+    """Yield (name, original parameter, trained copy) for each parameter of PEFT's ``modules_to_save``.
+
+    Parameters that the original module does not have are left out.
+    """
     for name, module in model.named_modules():
         copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
         if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
@@ -469,6 +472,6 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
             kind = "global shape"
     if found != expected:
         raise ValueError(
-            f"{name} has {kind} {found}, but its base layer needs {expected} on this rank, of "
-            f"the full shape {full} and the layout {single}; {_INSTEAD}"
+            f"{name} has {kind} {found}, but its base layer needs {expected} (full shape {full}, layout {single}); "
+            f"{_INSTEAD}"
         )

@@ -342,8 +342,10 @@ def add_lora(
     Returns:
         The adapters by the full names of the modules that they replace.
     Raises:
-        ValueError: A target is the name of no layer and no parameter of experts, of a layer that has an adapter, or of a
-            parameter of the model itself; then the model is unchanged. Or as in `LoRA` and `GroupedLoRA`.
+        ValueError: A target is the name of no module and no parameter of experts, of a layer that has an adapter, or of a
+            parameter of the model itself; then the model is unchanged. Or ``use_dora`` or ``dropout`` is given for
+            parameters of experts; or as in `LoRA` and `GroupedLoRA`. The model is then frozen, and some layers may already
+            be replaced.
     Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none, except with DoRA for each
     weight that `fully_shard` has sharded.
     """
@@ -515,7 +517,8 @@ def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
     if dropout and layout.stacked:
         raise ValueError(
             f"{name} has different experts along {' x '.join(layout.stacked)}, which draw different numbers of random "
-            "values, so replicas of other layers would get different masks; give add_lora dropout=0 for this layer"
+            "values, so replicas of other layers would get different masks; adapt this layer in another call of add_lora, "
+            "without dropout"
         )
 
 

@@ -278,7 +278,7 @@ def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _saved_parameters(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> list[StoredParameter]:
-    """Return the parameters in `_saved`."""
+    """Return the parameters that `_saved` yields, with their specs and the names of their tensors in a file."""
     return [
         StoredParameter(param, spec_of(param, registry.topology), (f"{_PREFIX}{_without_prefix(module)}.{inner}",))
         for module, inner, param in _saved(model, key)
@@ -363,9 +363,9 @@ def _part_of(
     value = shard(full, spec, registry, uneven=True)
     if value.shape != local_tensor(param).shape:
         raise ValueError(
-            f"{keys[0]} has shape {tuple(stored[keys[0]].shape)} in the file, which gives this rank {tuple(value.shape)}, "
-            f"but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the rank of the "
-            "file, in a model with the sizes of the saved model"
+            f"{keys[0]} has shape {tuple(stored[keys[0]].shape)} in the file, which gives this rank a shard of shape "
+            f"{tuple(value.shape)}, but its parameter has shape {tuple(local_tensor(param).shape)}; create the adapters "
+            "with the r of the file, in a model with the sizes of the saved model"
         )
     return param, value
 

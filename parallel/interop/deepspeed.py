@@ -245,7 +245,7 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     if not reads_flags:
         raise ValueError(
             f"{kind} is not known to read the model_parallel flags of parameters, so its gradient norm may be wrong; use "
-            "ZeRO stage 1 or 2, or float32 with stage 0, also with meshstep.optim.ParallelOptimizer"
+            "ZeRO stage 1 or 2, or float32 with stage 0 and a torch optimizer or meshstep.optim.ParallelOptimizer"
         )
     unmarked = [name for name, param in engine.module.named_parameters() if not hasattr(param, "model_parallel")]
     if unmarked:

@@ -52,7 +52,7 @@ class _View(NamedTuple):
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-_known: list[_Inferred] = []
+_known: list[_Inferred] = []  # registries that `registry_of_meshes` has created
 
 
 def infer_registry(

@@ -26,10 +26,6 @@ from ..mesh.call_tracker import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]
-_COUNTS = (
-    "ranks have unequal numbers of classes; pass the total number as classes= to cross_entropy_2d, and shard the classes "
-    "as torch.chunk does"
-)
 
 
 def vocab_parallel_cross_entropy(
@@ -192,7 +188,8 @@ class _Sharding:
         maximum may miss it. The loss is NaN anyway, because the sum of exponentials is NaN.
 
         Raises:
-            RuntimeError: One of several ranks has a wrong number of classes (on CPU; a device assertion on CUDA).
+            RuntimeError: On every rank: a rank has a wrong number of classes (on CPU; a device assertion on CUDA). Not
+                checked with a single rank along the axis.
         """
         maximum, num_local = values.amax(-1), values.size(-1)
         if self.class_axis is None or self.registry.size(self.class_axis) == 1:
@@ -204,7 +201,11 @@ class _Sharding:
             errors = (abs(num_local - expected), 0)
         packed = torch.cat([maximum.reshape(-1), *(maximum.new_full((1,), error) for error in errors)])
         self.reduce_over_classes(packed, dist.ReduceOp.MAX)
-        message = f"{_COUNTS} (this rank has {num_local} classes, classes={self.classes})"
+        message = (
+            f"the numbers of classes per rank along {self.class_axis!r} don't match (this rank has {num_local}, "
+            f"classes={self.classes}); pass the total number as classes= to cross_entropy_2d, and shard the classes as "
+            "torch.chunk does, or make the total divisible by the size of the axis"
+        )
         torch._assert_async(packed[-2:].sum() == 0, message)
         return packed[:-2].view(maximum.shape)
 

@@ -32,12 +32,7 @@ def draw_linear(
     """Return the initial weight [out_features, in_features] and bias [out_features] of `nn.Linear`, on every rank in full.
 
     Both are uniform between -1/sqrt(in_features) and 1/sqrt(in_features). With ``bias=False``, the second result is None.
-
-    Args:
-        in_features, out_features: Sizes of the full layer.
-        bias: If True, the layer has a bias.
-        generator: Random generator. None: torch's default generator.
-        device, dtype: Device and dtype of the results. None: torch's defaults.
+    None as ``generator``, ``device`` or ``dtype`` means torch's default.
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -55,12 +50,9 @@ def draw_embedding(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return the initial table [num_embeddings, embedding_dim] of `nn.Embedding`: standard normal values.
+    """Return the initial full table [num_embeddings, embedding_dim] of `nn.Embedding`: standard normal values.
 
-    Args:
-        num_embeddings, embedding_dim: Sizes of the full table.
-        generator: Random generator. None: torch's default generator.
-        device, dtype: Device and dtype of the result. None: torch's defaults.
+    None as ``generator``, ``device`` or ``dtype`` means torch's default.
     """
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 
@@ -68,12 +60,9 @@ def draw_embedding(
 def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
     """Return a new parameter with this rank's shard of a full weight, annotated with ``spec``.
 
-    A dim that is not a multiple of its axes' sizes is sharded as `torch.chunk` does.
+    The weight ``full`` must be equal on all ranks. A dim that is not a multiple of its axes' sizes is sharded as
+    `torch.chunk` does.
 
-    Args:
-        full: The full weight, equal on all ranks.
-        spec: The layout of the weight.
-        registry: Provides the topology and this rank's coordinate.
     Raises:
         ValueError: On every rank: the last rank would get an empty shard, the length of a block is not a multiple of the
             axes' sizes, or the spec does not fit the weight or the topology.
@@ -136,14 +125,14 @@ def check_features(
     registry: ProcessGroupRegistry,
     advice: str = "",
 ) -> None:
-    """Raise ValueError if the last dim of ``input`` is not this rank's shard of the features.
+    """Raise ValueError if the last dim of a layer's input is not this rank's shard of the features.
 
     Args:
         layer: The layer, whose class is named in the error.
         input: The input of the layer.
         features, local_features: The number of features, in total and on this rank.
         axis: The mesh axis that shards the features.
-        registry: The process groups.
+        registry: Provides the size of the axis.
         advice: Text that is appended to the error. Default: none.
     """
     if input.shape[-1:] != (local_features,):

@@ -131,9 +131,7 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
 
     Args:
         samples: Number of samples of the epoch.
-        batch_size: Number of samples per batch of a data coordinate.
-        ranks: Number of data coordinates.
-        drop_last: True: skip an incomplete last step. False: keep it as a smaller step.
+        batch_size, ranks, drop_last: As in `ShardedBatchSampler`.
     Raises:
         ValueError: A batch would be empty.
     """

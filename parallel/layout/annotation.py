@@ -176,13 +176,10 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
 
 def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name: str) -> bool:
-    """Return True if a parameter keeps its existing layout, False if its most specific rule sets the layout.
+    """Return True if the parameter ``name`` keeps its ``existing`` layout, False if ``rule`` sets its layout.
 
-    Args:
-        existing: Annotation of the parameter.
-        rule: The most specific rule that may change the layout. None: there is no such rule.
-        rules: Layout per full name or pattern.
-        name: Full name of the parameter.
+    ``rule`` is the most specific of the ``rules`` that may change the layout. None: there is no such rule.
+
     Raises:
         ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call.
     """

@@ -246,12 +246,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Split consecutive elements of a flattened tensor into rectangles of the tensor.
 
     Elements 2 to 8 of a tensor of shape [3, 4] are three rectangles, one per row: ``..## / #### / #...``. There are at
-    most 2 * dims - 1 rectangles; a scalar is one.
-
-    Args:
-        shape: Shape of the tensor.
-        start: Index of the first element.
-        stop: Index after the last element.
+    most 2 * dims - 1 rectangles; a scalar is one. ``stop`` is the index after the last element.
     """
     if start >= stop:
         return
@@ -590,7 +585,7 @@ def _join_uneven(
 
     Args:
         pieces: The shards, without replicas.
-        coordinates: Coordinate of a rank that holds the shard, per shard.
+        coordinates: Per shard, the coordinate of a rank that holds it.
         spec: Layout of the tensor, without aliases.
         axes: All axes that shard the tensor.
         topology: Provides the sizes of the axes.
@@ -610,13 +605,9 @@ def _join_uneven(
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Yield, per shard of a tensor dim, the (offset, length) pairs of its elements in the full tensor.
+    """Yield, per shard of tensor dim ``dim``, the (offset, length) pairs of its elements in the full dim of ``length``.
 
-    Args:
-        length: Length of the dim in the full tensor.
-        dim: The tensor dim.
-        spec: Layout of the tensor.
-        topology: Provides the sizes of the axes.
+    The shards are in row-major order over the axes of the dim, in the order in which the spec names these axes.
     """
     axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):

@@ -89,7 +89,7 @@ class Answering:
         """Request the calls of all other ranks, and store each response in ``found`` when it arrives.
 
         Args:
-            rank: Global rank of this process.
+            rank: Global rank of this process, which is not asked.
             found: Dict to which this method adds the response of each rank, by global rank. Ranks that do not respond
                 within four seconds are missing.
         Raises:
@@ -151,11 +151,7 @@ _answering: Answering | None = None
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
     """Start the thread that responds to other ranks, unless it already runs for the current default process group.
 
-    Args:
-        world: The default process group.
-        doing: Function that returns the response: a text that describes the current call of this process.
-    Returns:
-        True if this call started the thread.
+    Arguments as in `Answering`. Return True if this call started the thread.
     """
     global _answering
     if _answering is not None and _answering.is_of_now():
@@ -168,7 +164,7 @@ def request_answers(rank: int) -> dict[int, str] | None:
     """Request the current calls of all other ranks, and wait up to five seconds for the responses.
 
     Args:
-        rank: Global rank of this process.
+        rank: Global rank of this process, which is not asked.
     Returns:
         Response by global rank, without ranks that did not respond. None: the store stopped responding before any
         rank's response arrived, or `start_answering` was not called for the current default process group.
@@ -483,11 +479,8 @@ def _ordinal(number: int) -> str:
 def answer_questions(world: dist.ProcessGroup) -> None:
     """Start the background thread that tells other ranks the current calls of this process.
 
-    The first call for a default process group starts the thread, and restarts the numbering of calls in every thread.
-    Further calls have no effect.
-
-    Args:
-        world: The default process group.
+    The first call for a default process group ``world`` starts the thread, and restarts the numbering of calls in every
+    thread. Further calls have no effect.
     """
     if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():

@@ -179,7 +179,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
     """Return the root's tensor on every rank. Other ranks pass a tensor of the same shape and dtype with any values."""
     if over.rank == over.root:
-        # Detached: otherwise the result's gradient could have the parameter's grad_dtype, on the root only.
+        # Detached: otherwise the result would have the parameter's `grad_dtype` (dtype of its gradient), on the root only.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -151,8 +151,8 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 def level_of_caller() -> int:
     """Return the ``stacklevel`` with which a warning of the calling function shows the line of user code.
 
-    It is the line of the innermost frame outside meshstep, torch and the module ``abc``. torch wraps `step`, and
-    ``abc`` creates classes.
+    It is the line of the innermost frame outside meshstep, torch and the module ``abc``. Frames of torch are skipped
+    because torch wraps the method `step` of optimizers, and frames of ``abc`` because it creates abstract classes.
     """
     skipped = (__name__.split(".")[0], "torch", "abc")
     frame, level = sys._getframe(1), 1

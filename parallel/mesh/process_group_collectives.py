@@ -28,7 +28,7 @@ def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, asy
     Args:
         whole: 1-dim output with ``group.size()`` times as many elements as ``own``.
         own: 1-dim tensor of this rank, of the same length on all ranks.
-        group: The process group.
+        group: Process group of the collective.
         async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
             waits. Default: False.
     Returns:
@@ -41,15 +41,7 @@ def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, asy
 def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """Sum ``whole`` over all ranks of ``group`` and write this rank's shard of the sum into ``own``.
 
-    Args:
-        own: 1-dim output.
-        whole: 1-dim tensor with ``group.size()`` times as many elements as ``own``.
-        group: The process group.
-        async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
-            waits. Default: False.
-    Returns:
-        torch's work object if ``async_op``, else None.
-    Collectives: one reduce-scatter.
+    Shapes, ``async_op`` and the returned value are those of `all_gather_flat`. Collectives: one reduce-scatter.
     """
     return getattr(dist, REDUCE_SCATTER)(own, whole, group=group, async_op=async_op)
 

@@ -87,9 +87,9 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
     """Return the mesh dims of all meshes that contain this rank, each with the group of this rank along it.
 
     Args:
-        meshes: Device meshes.
-        need_names: False: name mesh dims without names dim_0, dim_1, ... True: a mesh without such names is an error.
-            Default: True.
+        meshes: Device meshes of torch.
+        need_names: False: mesh dims without names are called dim_0, dim_1, ... True: such a mesh is an error. Default:
+            True.
     Raises:
         ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
         TypeError: An item is not a device mesh.

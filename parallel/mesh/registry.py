@@ -114,10 +114,7 @@ def new_local_group(
 def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
     """Destroy a process group that `new_local_group` returned.
 
-    Args:
-        group: The group.
-        abort: True: abort pending NCCL collectives. False: wait for them. Other backends ignore this argument. Default:
-            False.
+    ``abort=True`` aborts pending NCCL collectives; ``abort=False`` waits for them. Other backends ignore ``abort``.
     """
     end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
     (end or dist.destroy_process_group)(group)
@@ -280,9 +277,6 @@ def agreed_name(topology: Topology, rank: int) -> str:
     constructs a registry with this number writes its topology into the store of the default group. Each other rank
     compares its own topology with the stored one. In a fake world, which has only this process, nothing is compared.
 
-    Args:
-        topology: Topology of the registry.
-        rank: Global rank of this process.
     Raises:
         ValueError: Another rank constructed the registry with the same number for another topology.
     """

@@ -83,18 +83,13 @@ def some(names: Iterable[str], most: int = 5) -> str:
 # ranks.
 
 _WIDTH = 100
+# Largest number of blocks, rows of a block, ranks of a group, and groups that the text shows.
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
 _ELIDED = "..."  # ASCII, for terminals without Unicode
 
 
 def render(topology: Topology, rank: int | None = None) -> str:
-    """Return the text of `Topology.table`.
-
-    Args:
-        topology: The topology to show.
-        rank: A rank to mark; the text then has only the groups that contain this rank. None: no rank is marked, and the
-            text has the groups of all ranks.
-    """
+    """Return the text of `Topology.table`, which describes the argument ``rank``."""
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
     lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]

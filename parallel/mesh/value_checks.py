@@ -60,11 +60,8 @@ def check_text(value: object, field: str) -> None:
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
     """Raise ValueError unless ``value`` is a floating-point tensor without NaN and infinity, of the expected shape.
 
-    Args:
-        value: Any object.
-        field: Name of the field in the error.
-        shape: Expected shape. None: any shape.
-    Host synchronization: yes, for a tensor on a device.
+    ``field`` is its name in the error. ``shape=None`` accepts any shape. Host synchronization: yes, for a tensor on a
+    device.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
         raise wrong(field, value, "a tensor of finite floats")
@@ -77,12 +74,7 @@ def anything(value: object, field: str) -> None:
 
 
 def list_of(check: Check, *, least: int = 0) -> Check:
-    """Return a check for a list or tuple whose items all pass another check.
-
-    Args:
-        check: Check of every item.
-        least: Smallest valid number of items. Default: 0.
-    """
+    """Return a check for a list or tuple of at least ``least`` items, all of which pass ``check``."""
 
     def check_list(value: object, field: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) < least:
@@ -106,12 +98,7 @@ def items(*checks: Check) -> Check:
 
 
 def dict_of(check: Check, *, key: Check = check_text) -> Check:
-    """Return a check for a dict whose keys and values all pass other checks.
-
-    Args:
-        check: Check of every value.
-        key: Check of every key. Default: keys must be strings.
-    """
+    """Return a check for a dict whose keys all pass ``key`` (default: strings), and whose values all pass ``check``."""
 
     def check_dict(value: object, field: str) -> None:
         if not isinstance(value, Mapping):
@@ -124,10 +111,9 @@ def dict_of(check: Check, *, key: Check = check_text) -> Check:
 
 
 def fields(checks: Mapping[str, Check]) -> Check:
-    """Return a check for a dict that has at least the keys of ``checks``.
+    """Return a check for a dict that has at least the keys of ``checks``, and whose values pass the check of their key.
 
-    Args:
-        checks: Per key, the check of its value. The values of other keys are not checked.
+    The values of other keys are not checked.
     """
 
     def check_fields(value: object, field: str) -> None:
@@ -258,10 +244,7 @@ def check_scalar(value: object, name: str, write: str = "a number") -> None:
 
     A bool is rejected. A 0-dim tensor may have any dtype; its value is not read.
 
-    Args:
-        value: Any object.
-        name: Name of the argument in the error.
-        write: Description of a correct value in the error. Default: ``"a number"``.
+    In the error, ``name`` is the name of the argument, and ``write`` describes a correct value.
     """
     if isinstance(value, Tensor):
         is_number, shown, kind = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}", "tensor with dims"

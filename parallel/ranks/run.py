@@ -74,7 +74,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
 # A fake world ---------------------------------------------------------------------------------------------------------
 
 _worlds = itertools.count(1)
-_NAMES_OF_A_WORLD = 10**6
+_NAMES_OF_A_WORLD = 10**6  # numbers reserved for the names of the process groups of one fake world
 
 
 @contextmanager
@@ -191,7 +191,7 @@ class ProcessGroups:
 
 POLL_INTERVAL = 0.01  # time between two checks of the store, in seconds
 _PIECE = 4 << 20  # largest value to write into the store, in bytes; torch's TCPStore accepts 8 MB
-_NAMES_OF_A_GROUP = 10**6
+_NAMES_OF_A_GROUP = 10**6  # numbers reserved for the names of the process groups of one default group
 
 
 def was_launched() -> bool:
@@ -324,7 +324,7 @@ class LaunchedRanks(Ranks):
             reply(True, self._call(function, call))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # also the error of `pytest.fail`, which is no Exception
+        except BaseException:  # also the error of `pytest.fail`, which is not an Exception
             text = traceback.format_exc()
             self.close()  # before the reply, so that ranks that wait for this rank in a collective get an error
             reply(False, text)

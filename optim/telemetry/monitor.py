@@ -260,7 +260,7 @@ class Monitor:
         self.step = 0
         self._begun, self._began_at = False, 0
         self._reported: Measurement | None = None
-        # device of the sums; `_follow` moves them to the GPU of the step's statistics or of the loss
+        # device of the sums; `_follow` moves the sums to the GPU of the step's statistics or of the loss
         self._device = registry.device
         self._skipped = self._zero()
         self._window: list[tuple[Tensor, Tensor]] = []  # loss * count, and count, per micro-batch since the last step
@@ -432,11 +432,11 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return sums over all ranks, [5]: loss * count (two parts), counts of these losses, counts of left-out losses,
-        all counts.
+        """Return five sums over all ranks since the last report, [5].
 
-        The last sum includes the counts of each data coordinate once. The other sums include every rank that has a
-        loss.
+        They are loss * count in two parts (see `exact_parts`), the counts of these losses, the counts of left-out losses,
+        and all counts. The last sum includes the counts of each data coordinate once. The other sums include every rank
+        that has a loss.
         """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)

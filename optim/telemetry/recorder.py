@@ -53,7 +53,7 @@ _BATCH = HASH_WORDS + 1
 
 
 class RecordFile(ReportFile):
-    """The file of a `Recorder`. For what happens to a file that already exists, see `ReportFile`."""
+    """The file of a `Recorder`. `ReportFile` describes how lines of an existing file are moved."""
 
     def _step(self, line: str) -> int | None:
         try:
@@ -63,7 +63,7 @@ class RecordFile(ReportFile):
         return found["step"] if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write one line."""
+        """Write ``line`` as JSON, with NaN and infinity as ``json`` writes them."""
         self._write(json.dumps(line, allow_nan=True) + "\n")
 
 
@@ -172,9 +172,9 @@ class Recorder(StepObserver):
 
     Args:
         optimizer: The optimizer, with any layout, precision and state placement. Its device must support float64.
-        path: The file. If it exists, later steps are moved to ``<path>.dropped``, as `JsonLines` does.
+        path: The file. If it exists, its lines of later steps are moved to ``<path>.dropped``, as by `JsonLines`.
         every: One step in ``every`` is recorded, and also the first step; an integer >= 1. Default: 1.
-        seed: The random seed of the run, which is only written down. None (default): not recorded.
+        seed: The random seed of the run, for the first line of the file only. None (default): not recorded.
 
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device
@@ -287,9 +287,10 @@ class Recorder(StepObserver):
         self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)``, and in a recorded step digest the weights before the call, and their change.
+        """Call ``update(request)``. In a recorded step, also digest the weights before the call, and their change.
 
-        Collectives: see the class.
+        Collectives: in a recorded step, one all-reduce over the world; none with one rank. In addition those of
+            ``update``.
         """
         self.step += 1
         if not self._due:

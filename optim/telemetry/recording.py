@@ -40,11 +40,17 @@ class Figures:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step: a line of the file, and the description of the run that applies to it."""
+    """One recorded step of a run.
+
+    Args:
+        line: The step's line in the file.
+        run: The description of the run: the last such line before the step's line.
+        following: The line of the next recorded step. None (default): there is none.
+    """
 
     line: Mapping[str, Any]
     run: Mapping[str, Any]
-    following: Mapping[str, Any] | None = None  # the line of the next recorded step
+    following: Mapping[str, Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,11 +96,11 @@ class RecordedStep:
         return tuple(axis for axis in self.run["axes"] if self.size(axis) > 1)
 
     def role(self, axis: str) -> str:
-        """Return the role of an axis."""
+        """Return the role of a mesh axis: "data", "model" or "pipe"."""
         return str(self.run["axes"][axis][1])
 
     def differing_axes(self, name: str, quantity: str) -> tuple[str, ...]:
-        """Return the axes along which replicas of a parameter's weight or gradient differed."""
+        """Return the mesh axes along which replicas of a parameter differed; ``quantity`` is "weight" or "gradient"."""
         return tuple(self.line["replicas"].get(name, {}).get(quantity, ()))
 
     @property

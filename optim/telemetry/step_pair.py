@@ -162,7 +162,7 @@ class StepPair:
 
     @property
     def sides(self) -> tuple[tuple[Which, RecordedStep, RecordedStep], ...]:
-        """Return (name of the run, the run, the other run), B first."""
+        """Return (name of a run, its step, the step of the other run) for each run, B first."""
         return ("B", self.b, self.a), ("A", self.a, self.b)
 
     def run(self, which: Which) -> RecordedStep:
@@ -186,7 +186,7 @@ class StepPair:
         return distance(a, b), max(norm if isfinite(norm) else 0.0 for norm in (a.norm, b.norm))
 
     def relative(self, name: str, quantity: int) -> float:
-        """Return the distance relative to the larger norm; 0 for two zeros."""
+        """Return the distance of A and B, relative to the larger norm; 0 for two zeros."""
         found, size = self.distance(name, quantity)
         return found / size if found and size else (inf if found else 0.0)
 
@@ -205,13 +205,13 @@ class StepPair:
         return 2**31 if shape is None else prod(shape)
 
     def is_all(self, names: Sequence[str]) -> bool:
-        """Return True if ``names``, parameters of both runs without repetition, are all of them."""
+        """Return True if ``names`` has all parameters of both runs. It must not contain a name twice."""
         return len(names) == len(self.names)
 
     def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:
         """Return the names, with the largest relative distance first.
 
-        Names whose distances are equal if rounded to two digits keep their order, so that rounding errors do not change it.
+        Names whose distances are equal to two digits keep their order, so that rounding errors do not change it.
         """
         return sorted(names, key=lambda name: -float(f"{self.relative(name, quantity):.1e}"))
 
@@ -274,11 +274,11 @@ class StepPair:
         return 1.0 if names <= sharded or not names & sharded else 0.5
 
     def axis_of_shards(self, names: Sequence[str], exact: bool) -> str | None:
-        """Return the axis over which exactly the given parameters are sharded; None: there is none, or these are all.
+        """Return the axis over which the given parameters are sharded. None: there is no such axis, or these are all.
 
         Args:
             names: The parameters.
-            exact: False: other parameters may be sharded over the axis too.
+            exact: True: no other parameter may be sharded over the axis. False: others may be.
         """
         chosen, found = {*names}, []
         for _, run, other in self.sides:

@@ -361,8 +361,8 @@ class Planned:
 
     Raises:
         ValueError: On every rank: a glob of ``by`` or ``spectral`` matches no parameter, a label is ``"total"``, or a
-            matrix has shards of unequal sizes in an unknown order. With ``noise`` also: no trainable parameter's
-            gradient comes from a single data rank's samples.
+            matrix for ``spectral`` has shards of unequal sizes and no declared full shape. With ``noise`` also: no
+            trainable parameter's gradient comes from a single data rank's samples.
 
     Collectives: object all-gathers and one all-reduce; none with one rank.
     Host synchronization: yes, except with one rank.
@@ -411,8 +411,7 @@ class Planned:
         for glob in globs:
             _check_matches(glob, names, f"SpectralNorms(globs=...): {glob!r}")
         fits = [matches_any(globs, name) for name in names]
-        # The shape is None if it is unknown, as with shards of unequal sizes. `PowerIteration` raises for such a
-        # tensor.
+        # The shape is None if shards have unequal sizes and no full shape is declared. `PowerIteration` then raises.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
         self.spectral = None if spectral is None else self._power_iteration(table, spectral)
@@ -545,9 +544,9 @@ class Telemetry(StepObserver):
     Raises:
         ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` or
             ``spectral`` matches no parameter, a label is ``"total"``, a matrix for ``spectral=`` has shards of
-            unequal sizes in an unknown order, or the optimizer already has a Telemetry. With ``noise=`` also:
-            gradients are reduced over data ranks before `step`, there is only one data rank, or no trainable
-            parameter's gradient comes from a single data rank's samples.
+            unequal sizes and no declared full shape (`annotate`), or the optimizer already has a Telemetry. With
+            ``noise=`` also: gradients are reduced over data ranks before `step`, there is only one data rank, or no
+            trainable parameter's gradient comes from a single data rank's samples.
         TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`. On this
             rank: the optimizer is not a `ParallelOptimizer`.
 

@@ -237,7 +237,7 @@ class TensorBoardWriter:
         monitor = Monitor(registry, TensorBoardWriter("runs/first"))
 
     Args:
-        log_dir: Directory of the run. The first report creates a file in it, so on global rank 0 only.
+        log_dir: Directory of the run. The first report creates a file in it, which exists on global rank 0 only.
 
     Raises:
         ImportError: The package tensorboard is not installed.
@@ -290,8 +290,8 @@ class WeightsAndBiases:
     already has. With ``resume_from="<id>?_step=100"``, the service discards steps after 100.
 
     Args:
-        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. ``wandb.init`` is called with
-            the first report, so on global rank 0 only.
+        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. The first report calls
+            ``wandb.init``, on global rank 0 only.
 
     Raises:
         ImportError: The package wandb is not installed.

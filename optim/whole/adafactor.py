@@ -112,7 +112,7 @@ class FactoredOptimizer(WholeOptimizer):
         requests: Callable[[Slot], Iterator[Request]],
         together: Mapping[int, Sequence[Tensor]],
     ) -> dict[int, list[Tensor]]:
-        """Return the sums that ``requests`` yields for each slot, by position. `WholeTensors.sums` has the collectives.
+        """Return by position the sums that ``requests`` yields for each slot. Collectives: as in `WholeTensors.sums`.
 
         ``together`` has this rank's parts of these sums, by position, for slots that are stepped together.
         """
@@ -157,7 +157,7 @@ class FactoredOptimizer(WholeOptimizer):
                 found[position].append(part)
 
     def chunks_of(self, slots: Sequence[Slot]) -> Iterator[Chunk]:
-        """Yield the slots in chunks, each of one param group, device and dtype."""
+        """Divide the slots into chunks, each of one param group, device and dtype."""
         by_kind = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
         for kind in by_kind:
             by_position = {slot.position: slot for slot in kind}
@@ -171,16 +171,16 @@ class FactoredOptimizer(WholeOptimizer):
                 yield Chunk([slot for part in chunk for slot in part], stacks)
 
     def packed(self, chunk: Chunk) -> PackedTensors:
-        """Return uninitialised tensors of the shapes of the chunk's slots. The stacks' keys are their first positions."""
+        """Return uninitialised tensors of the slots' shapes. The key of a stack is the position of its first slot."""
         stack_of = {slot.position: stack[0].position for stack in chunk.stacks for slot in stack}
         keys = [stack_of.get(slot.position, (slot.param.numel(),)) for slot in chunk.slots]
         param = chunk.slots[0].param
         return PackedTensors([slot.param.shape for slot in chunk.slots], param.dtype, param.device, keys)
 
     def write_products(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], into: PackedTensors) -> None:
-        """Write the product of the rows' and the columns' factors of each factored tensor into a result of `packed`.
+        """Write the product of row factors and column factors of each factored tensor into ``into``, from `packed`.
 
-        ``factors`` has (rows' factors, columns' factors) per stack of the chunk, such as a result of `stacked_factors`.
+        ``factors`` has (row factors, column factors) per stack of the chunk, such as a result of `stacked_factors`.
         """
         for stack, (left, right) in zip(chunk.stacks, factors, strict=True):
             position = stack[0].position

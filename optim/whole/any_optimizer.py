@@ -73,7 +73,7 @@ def nested(found: Mapping[str, Any], device: torch.device) -> Any:
         found: The result of `flattened`.
         device: Device for the tensors that were not on the CPU; the other tensors go to the CPU.
 
-    Host synchronization: one if the JSON text is on a GPU.
+    Host synchronization: yes, if the JSON text, or a tensor that was on the CPU, is on a GPU.
     """
     plan = json.loads(bytes(found[PLAN].cpu().tolist()).decode())
     return _followed(plan, found, device)
@@ -289,8 +289,8 @@ def _check(optimizer: object) -> None:
     check_each_alone(optimizer, "whole() steps each tensor by itself")
     if optimizer.state:
         raise ValueError(
-            f"whole({name}): the optimizer already has a state; wrap it before its first step, and load its state from a "
-            "checkpoint of the wrapped optimizer"
+            f"whole({name}): the optimizer already has a state; wrap it before its first step, and continue a run with "
+            "load_checkpoint from a checkpoint that was saved with whole()"
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
         raise ValueError(

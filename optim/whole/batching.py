@@ -31,12 +31,12 @@ With 2^23 elements, steps of 10^8 parameters took three times as long on an H100
 
 
 def batches_on(device: torch.device) -> bool:
-    """Return True if tensors on ``device`` are stepped together."""
+    """Return True if tensors on ``device`` are stepped together: on CUDA devices."""
     return device.type == "cuda"
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True if the tensor is stepped with others by kernels that ignore strides."""
+    """Return True if the tensor is on a CUDA device and contiguous: kernels for many tensors ignore strides."""
     return batches_on(tensor.device) and tensor.is_contiguous()
 
 

@@ -25,7 +25,9 @@ from .tensors import LogicalTensor, WholeTensors, narrowed
 
 
 class Buffers:
-    """Flat communication buffers, one per key. The next request with the same key invalidates a buffer.
+    """Flat buffers for communication and for received matrices, one per key.
+
+    The next request with the same key invalidates a buffer.
 
     On a CPU a buffer is kept and grows to the longest request, which avoids the page faults of new memory. On other
     devices no buffer is kept: torch's caching allocator keeps the memory, and other code can use it between two steps.
@@ -37,11 +39,7 @@ class Buffers:
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised 1-dim tensor.
 
-        Args:
-            use: Any hashable key. On a CPU, requests with the same key share memory.
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
-            device: Device of the tensor.
+        ``use`` is any hashable key. On a CPU, requests with the same key share memory.
         """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
@@ -262,7 +260,7 @@ class Round:
         return finish
 
     def _empty_stacks(self, device: torch.device) -> list[list[Tensor]]:
-        """Return uninitialised full tensors of the matrices in `own`, as `send` does."""
+        """Return uninitialised tensors for the matrices in `own`, in the form that `send` returns."""
         shapes = [(len(numbers), *self._matrices[numbers[0]].shape) for numbers in self._stacks]
         numels = [prod(shape) for shape in shapes for _ in range(self._lists)]
         flat = self._buffers.flat(("whole", self._buffer_index), sum(numels), self._dtype, device)

@@ -99,7 +99,8 @@ class LAMB(WholeOptimizer):
     def _updates_together(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Make the step of `updates` in place, with few kernels.
 
-        Yield an `Update` without new states for each slot without bias correction. torch's kernel counts the other steps.
+        Yield an `Update` without new states for each slot without bias correction, so that `step` counts its step. For
+        the other slots, torch's kernel has increased the step counts already.
         """
         sharded = [slot for slot in slots if self.tensors.is_split(slot.position)]
         local = [slot for slot in slots if not self.tensors.is_split(slot.position)]
@@ -374,7 +375,7 @@ class StableAdamW(WholeOptimizer):
 
 
 def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Yield the slots in lists that are computed together, each of one param group, device and dtype."""
+    """Divide the slots into lists that are computed together, each of one param group, device and dtype."""
     kinds = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
     return (chunk for kind in kinds for chunk in chunks(kind, lambda slot: slot.param.numel()))
 
@@ -402,7 +403,7 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _rates(slots: Sequence[Slot], which: int) -> Tensor:
-    """Return `_rate` of each slot of a param group, [slots]."""
+    """Return `_rate` of each slot, [slots]. All slots must be of one param group."""
     beta: float = slots[0].group["betas"][which]
     steps = torch.stack([slot.state["step"] for slot in slots]).double() + 1
     rates: Tensor = (1 - beta) / (1 - beta**steps)

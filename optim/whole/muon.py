@@ -498,7 +498,7 @@ class Muon(WholeOptimizer):
         return group["ns_coefficients"], group["ns_steps"], group["eps"]
 
     def _descend_along(self, directions: Mapping[int, Tensor], slots: Mapping[int, Slot]) -> Iterator[Update]:
-        """Step parameters along orthogonal directions, given by position, and yield their updates."""
+        """Step parameters in place along orthogonal directions, given by position, and yield an `Update` for each."""
         scaled: list[tuple[Slot, Tensor, float]] = []
         for position, direction in directions.items():
             slot, scale = slots[position], self._scale(slots[position])
@@ -533,11 +533,9 @@ class Muon(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> Tensor:
-    """Return this rank's shard of the tensor that is orthogonalised.
+    """Return this rank's shard of the tensor to orthogonalise. The slot's state must contain the new momentum.
 
-    It is the momentum. With ``nesterov``, it is a weighted mean of the momentum and the gradient.
-
-    The slot's state must already contain the new momentum.
+    The tensor is the momentum or, with ``nesterov``, a weighted mean of the momentum and the gradient.
     """
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m

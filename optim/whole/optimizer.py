@@ -88,7 +88,8 @@ class Update(NamedTuple):
 
     Args:
         slot: The tensor, with its gradient and state.
-        param: The new values of the tensor; may be ``slot.param`` itself if `WholeOptimizer.descend` has changed it.
+        param: The new values of the tensor. ``slot.param`` itself if they do not change, or if `WholeOptimizer.descend`
+            has written them already.
         state: The new values of the states that change, by name.
     """
 
@@ -200,7 +201,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             parts: The optimizers, in the same order on all ranks.
             table: The stepped tensors of all optimizers.
             registry: The process groups.
-            fixed_order: The value of `fixed_order`. Default: False.
+            fixed_order: Set as the attribute ``fixed_order`` of each optimizer. Default: False.
 
         Raises:
             ValueError: On every rank, in the cases of `bind`.
@@ -228,9 +229,9 @@ class WholeOptimizer(torch.optim.Optimizer):
             registry: The process groups.
 
         Raises:
-            ValueError: On every rank: shards have unequal sizes in an unknown order; ranks have different shapes,
-                dtypes or metadata for a full tensor; no rank holds some elements of a full tensor; a rank holds an
-                element twice; or the subclass's `metadata_for` or `bound` raised it.
+            ValueError: On every rank: the region of a shard is not known (see `WholeTensors.of`); ranks have different
+                shapes, dtypes or metadata for a full tensor; no rank holds some elements of a full tensor; a rank holds
+                an element twice; or the subclass's `metadata_for` or `bound` raised it.
 
         Collectives: an object all-gather, and those of `bound`; none with one rank.
         """
@@ -272,7 +273,10 @@ class WholeOptimizer(torch.optim.Optimizer):
             vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags={}, _is_stepping=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, and remove the binding to shards. Call `bind_all` afterwards if ranks hold shards."""
+        """Add a param group, and undo `bind`. If ranks hold shards, call `bind_all` afterwards.
+
+        `ParallelOptimizer.add_param_group` calls both.
+        """
         super().add_param_group(param_group)
         self._tensors, self._frozen = None, set()
 
@@ -328,7 +332,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             torch.where(self._skip_flag(found_inf, target.device), target, value.to(target.dtype), out=target)
 
     def _skip_flag(self, found_inf: Tensor, device: torch.device) -> Tensor:
-        """Return ``found_inf > 0`` on ``device``, computed once per step and device."""
+        """Return ``found_inf > 0`` on ``device``. Within `step`, it is computed once per device."""
         if device not in self._skip_flags:
             flag = found_inf.to(device) > 0
             if not self._is_stepping:
@@ -359,7 +363,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         decay: float = 0.0,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Call `descend` for each target, with few kernels for many tensors.
+        """Change each target as `descend` does, with few kernels for many tensors.
 
         Args:
             targets: The tensors to change.
@@ -470,7 +474,7 @@ def moments(slot: Slot) -> dict[str, Any]:
 
 
 def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
-    """Make one step of AdamW with torch's fused kernels, which launch few kernels and need no temporary tensors.
+    """Make one step of AdamW by torch's fused AdamW, with few kernels for many tensors.
 
     Parameters, moments and step counts change in place, unless ``found_inf`` is 1. Gradients with a ``grad_scale`` may
     be divided by it in place, as in torch's own fused optimizers. Results equal those of `adamw_update` up to rounding.
@@ -478,9 +482,6 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
     Args:
         slots: Slots for which `Slot.is_batched` is True.
         found_inf: 0-dim float32; None: 0.
-
-    Collectives: none.
-    Host synchronization: none.
     """
     for of_group in batching.grouped(slots, lambda slot: id(slot.group)).values():
         params, steps = [slot.param for slot in of_group], [slot.state["step"] for slot in of_group]
@@ -550,16 +551,15 @@ LATE = 1e9
 
 
 def late_steps(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return one new step count `LATE` per slot, with the dtype and device of the first slot's step count."""
+    """Return a new step count `LATE` per slot, so that `fused_adamw` makes no bias correction.
+
+    The dtype and the device are those of the first slot's step count.
+    """
     return list(torch.full_like(slots[0].state["step"], LATE).expand(len(slots)).clone().unbind())
 
 
 def adamw_update(slot: Slot) -> Update:
-    """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged.
-
-    Collectives: none.
-    Host synchronization: none.
-    """
+    """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged."""
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
@@ -587,10 +587,10 @@ class HomeOptimizer(WholeOptimizer):
     Attributes:
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1, the gradient alone.
         blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names. Default: no blocks.
-        homes: The owner ranks, and the exchanges with them.
-        taken: Reads the step counts of stepped tensors on the host.
+        homes: The owner rank of each matrix, and the exchanges with it; set by `bound`.
+        taken: Reads the step counts of stepped tensors on the host; set by `bound`.
 
-    Collectives: `bind` has an object all-gather in addition to that of `WholeOptimizer.bind`.
+    Collectives: `bind` issues one more object all-gather than `WholeOptimizer.bind`; none with one rank.
     """
 
     lists = 1
@@ -616,10 +616,10 @@ class HomeOptimizer(WholeOptimizer):
         raise NotImplementedError
 
     def bound(self, tensors: WholeTensors) -> None:
-        """Set `tensors`, and choose the owner ranks of all matrices.
+        """Set `tensors`, and choose the owner rank of each matrix.
 
         Raises:
-            ValueError: On every rank: on some rank, the optimizer has states from steps without `ParallelOptimizer`.
+            ValueError: On every rank: on some rank, the optimizer got states before `ParallelOptimizer` bound it.
 
         Collectives: an object all-gather; none with one rank.
         """

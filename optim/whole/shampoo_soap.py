@@ -127,7 +127,7 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
     return root
 
 
-# The same for stacks of tensors of equal shapes: the first dim of each tensor is the index in the stack.
+# The functions above for stacks of tensors of equal shapes: the first dim of each tensor is the index in the stack.
 
 
 def gram_each(g: Tensor, dim: int) -> Tensor:
@@ -277,10 +277,10 @@ class PreconditionedOptimizer(HomeOptimizer):
     def _alike(
         self, matrices: Sequence[Matrix], slots: Sequence[Slot], taken: Mapping[int, int]
     ) -> Iterator[list[int]]:
-        """Yield indices of matrices that are computed as one stack, of matrices with equal shapes.
+        """Divide matrices of equal shapes into stacks, and yield the list of indices of each stack.
 
-        The matrices of a list have the same param group and step count. Together with their preconditioners, they have
-        at most `batching.CHUNK` elements, or the list has one matrix.
+        The matrices of a stack have the same param group and step count. Together with their preconditioners, they have
+        at most `batching.CHUNK` elements, or the stack has one matrix.
         """
         numel, sides = torch.Size(matrices[0].shape).numel(), sides_of(matrices[0].shape)
 
@@ -617,8 +617,7 @@ class SOAP(PreconditionedOptimizer):
             yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
 
     def _has_positive_rate(self, slot: Slot) -> bool:
-        """Return True if the learning rate is a number > 0 and lr * weight_decay < 1, so that r' > 0 in
-        `_updates_together`."""
+        """Return True if lr is a number > 0 and lr * weight_decay < 1, so that r' > 0 in `_updates_together`."""
         lr, decay = slot.group["lr"], slot.group["weight_decay"]
         return not isinstance(lr, Tensor) and lr > 0 and lr * decay < 1
 
@@ -639,7 +638,7 @@ class SOAP(PreconditionedOptimizer):
                 rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k) * (1 - lr * decay)
                 if is_matrix:
                     self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
-                else:  # the rate has the bias correction
+                else:  # `rate` contains the bias correction, so the late step counts make AdamW apply none
                     counts = late_steps(alike)
                     fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
             yield from (Update(slot, slot.param, {}) for slot in alike)

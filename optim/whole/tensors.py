@@ -239,8 +239,7 @@ class WholeTensors:
 
     Attributes:
         tensors: The full tensor of each position.
-        everything: The full tensors of all ranks by name.
-        rank: The global rank of this process.
+        rank: The global rank of this process; 0 without a registry.
     """
 
     def __init__(
@@ -299,8 +298,9 @@ class WholeTensors:
                 tensor, which must be equal on all ranks that step it. None: no metadata.
 
         Raises:
-            ValueError: On every rank: a region is unknown because the shards have unequal sizes; or the ranks' records
-                of a full tensor contradict each other, miss elements, or overlap on a rank (see `logical_tensors`).
+            ValueError: On every rank: a region is unknown, because the shards have unequal sizes and no full shape is
+                declared, or are not those of `torch.chunk`; or the ranks' records of a full tensor contradict each
+                other, miss elements, or overlap on a rank (see `logical_tensors`).
             Exception: On every rank: ``metadata`` raised on a rank. Other ranks raise the same type if it is
                 ValueError, TypeError or RuntimeError, else RuntimeError.
             RuntimeError: On every rank: ranks came here from different public calls of this library.
@@ -314,8 +314,9 @@ class WholeTensors:
             for position, (name, piece, region) in enumerate(named):
                 if region is None:
                     raise ValueError(
-                        f"{name} has shards of unequal sizes in an unknown order, so its full tensor can't be formed; make "
-                        "the sharded dim divisible by the number of ranks, or shard it as torch.chunk does"
+                        f"{name} has shards of unequal sizes, whose places in the full tensor are not known; shard it as "
+                        "torch.chunk does and give annotate(..., full_shape=...), or make the sharded dim divisible by the "
+                        "number of ranks"
                     )
                 found.append((name, piece.dtype, metadata(position) if metadata else None, region))
             return None, found
@@ -402,8 +403,8 @@ class WholeTensors:
         """Yield (box, view [tensors, ...] of ``stack``) for the same boxes as `views`.
 
         Args:
-            position: Index of a stepped tensor over all param groups. The others of the stack must have equal layouts, as
-                the lists of `alike` do.
+            position: Index over all param groups of one stepped tensor of the stack. The other tensors of the stack must
+                have the same layout, as in a list of `alike`.
             stack: [tensors, at least the stepped tensor's number of elements].
             boxes: Boxes of the full tensor.
         """
@@ -462,10 +463,9 @@ class WholeTensors:
         return [norms | of_list for norms, of_list in zip(together, of_rest, strict=True)]
 
     def norms_of_powers(self, powers: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the L2 norms of full tensors, given this rank's parts of their sums of squares, by position.
+        """Return the L2 norms of full tensors by position, as `norms_of` does. Every rank must call it.
 
-        Every rank must call it. Results and collectives are those of `norms_of`, and ``powers`` has results of
-        `local_powers`.
+        ``powers`` has this rank's parts of the sums of squares by position, from `local_powers`.
         """
         return self._norms_of_powers([powers])[0]
 
@@ -494,9 +494,9 @@ class WholeTensors:
         return [dict(zip(of_list, own, strict=True)) for of_list, own in zip(found, roots, strict=True)]
 
     def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the norms of full tensors on a GPU that need no collective, computed with few kernels.
+        """Return by position the norms that need no collective, of tensors on a GPU, computed with few kernels.
 
-        Values that are computed lazily are left out, because they would be in memory together.
+        Return none if ``values`` computes its tensors lazily, because all of them would be in memory together.
         """
         if not isinstance(values, dict):
             return {}
@@ -539,7 +539,7 @@ class WholeTensors:
         return self.add_up(positions, results)
 
     def add_up(self, positions: Sequence[int], local: Sequence[Tensor]) -> list[Tensor]:
-        """Return sums of full tensors, given this rank's part of each sum. `sums` describes the collectives.
+        """Return sums of full tensors, given this rank's part of each sum. Collectives: as in `sums`.
 
         Args:
             positions: Per sum, the index of a stepped tensor over all param groups.
@@ -577,8 +577,11 @@ class WholeTensors:
 
     @cached_property
     def _layouts(self) -> list[int]:
-        """Return a number per position. It is equal for full tensors of the same shape, dtype and ranks whose shards on
-        this rank have the same region and shape. If all these ranks hold all elements, regions don't matter."""
+        """Return a number per position, which is equal for stepped tensors with equal layouts.
+
+        Layouts are equal if the full tensors have the same shape, dtype and ranks, and this rank's shards the same region
+        and shape. If each of these ranks holds the full tensor, regions and shapes of shards are not compared.
+        """
         numbers: dict[Any, int] = {}
         found = []
         for tensor, region, shape, boxes in zip(
@@ -591,10 +594,10 @@ class WholeTensors:
         return found
 
     def alike(self, positions: Iterable[int]) -> list[list[int]]:
-        """Return the positions in lists. The tensors of a list have equal layouts.
+        """Divide the positions into lists of stepped tensors with equal layouts (shape, dtype, ranks and region).
 
-        They also have at most `batching.CHUNK` elements together, unless the list has one position. If every rank that
-        steps a full tensor holds all of it, then these ranks find the same list for it. So a kernel that sums over a
+        The tensors of a list have at most `batching.CHUNK` elements together, unless the list has one position. If every
+        rank that steps a full tensor holds all of it, these ranks put it into equal lists. So a kernel that sums over a
         stack of the list's tensors gives bitwise identical results on these ranks.
         """
         by_layout = grouped(positions, lambda position: self._layouts[position])
@@ -602,7 +605,7 @@ class WholeTensors:
         return [part for own in lists for part in chunks(own, lambda position: prod(self._shapes[position]))]
 
     def is_split(self, position: int) -> bool:
-        """Return True if a sum over the full tensor needs a collective, as a rank that steps it holds only a part of it."""
+        """Return True if a sum over the full tensor needs a collective, because a rank steps only a part of it."""
         return self._canonical_boxes[position] is not None
 
     def contributes(self, position: int) -> bool:
@@ -664,7 +667,8 @@ class WholeTensors:
         """Write this rank's shards of ``left * right`` into ``into``, for a stack of full tensors with equal layouts.
 
         Args:
-            position: A position of the stack. Its full tensor has the shape [..., rows, columns].
+            position: Index over all param groups of one stepped tensor of the stack. Its full tensor has the shape
+                [..., rows, columns].
             left: [tensors, ..., rows, 1], the same on all ranks.
             right: [tensors, ..., 1, columns], the same on all ranks.
             into: As ``stack`` in `views_of_stack`.

@@ -1,7 +1,7 @@
 """Flat gradient buckets. A bucket concatenates the gradients of several parameters for one collective.
 
-    replicated optimizer states   every rank needs the full sum           --all-reduce-->
-    sharded optimizer states      every rank needs its slice of the sum   --reduce-scatter-->
+    replicated optimizer states   every rank needs the full sum           all-reduce
+    sharded optimizer states      every rank needs its slice of the sum   reduce-scatter
 
 The parameters of a bucket have equal layout over the mesh, dtype and device. So a rank that holds a replica of one
 parameter of the bucket holds replicas of all its parameters. The flat buffers of these ranks have equal length and
@@ -132,7 +132,7 @@ def _aligned(numel: int) -> int:
 
 
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
-    """Divide parameters into flat buckets, and return the buckets. The bucket of the last parameters comes first.
+    """Return flat buckets of the parameters. The bucket of the last parameters comes first.
 
     Backward usually computes the gradients of the last parameters first, so it fills the buckets in this order.
 
@@ -160,7 +160,7 @@ def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, buc
 
 BUCKET_BYTES = 32 * 2**20
 LARGE = 2**20
-"""Minimum number of elements of a GPU gradient that `GradientBucket.pack` copies and scales by one kernel of its own.
+"""Minimum number of elements of a GPU gradient that `GradientBucket.pack` copies and scales in a separate kernel.
 
 Smaller gradients are copied together and then scaled together: two passes over memory, but fewer kernels.
 """
@@ -174,8 +174,8 @@ class CommHook(ABC):
 
     Each method starts a sum and returns a function that finishes it, so that sums of several buckets overlap with each
     other and with backward. The caller keeps ``flat`` and ``own`` alive until the returned function has run. ``memory``
-    is a dict per bucket, initially empty, in which the hook can keep tensors between steps. All ranks of the group must
-    use the same hook.
+    is a dict per bucket, initially empty, in which the hook can keep tensors from step to step. All ranks of the group
+    must use the same hook.
 
     Collectives: the hooks of this library issue one per call.
     Host synchronization: none by the hooks of this library.
@@ -281,8 +281,8 @@ class GradientBucket:
         scale: Factor on each rank's gradients before the sum. Averages are divided here and not after the sum, so that
             the sum overflows less easily in half precision. Default: 1.
         adopt: True: after an all-reduce, the gradients of contiguous parameters become views of the flat buffer, which
-            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): a
-            gradient becomes a view only if its dtype differs from the buffer's and its parameter is contiguous.
+            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): of these
+            gradients, only those with another dtype than the buffer become views.
         pending: Parameters with partial or tied gradients, which must not be summed a second time. After an all-reduce
             their gradients are marked as reduced (`mark_complete`). A bucket with such parameters ignores ``adopt``.
             Default: none.
@@ -301,8 +301,8 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._hook, self._pending = group, hook, list(pending)
-        # A gradient is marked as reduced by its version counter (`mark_complete`). Views of one buffer share this counter,
-        # so a write to one gradient would remove the marks of all.
+        # A mark of a reduced gradient has its version counter (`mark_complete`). Views of one buffer share this counter, so
+        # a write to one gradient would make the marks of all invalid.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
@@ -397,7 +397,7 @@ class GradientBucket:
         """Return True if ``tensor``, flattened, can be the flat buffer without a copy.
 
         The bucket must have a single parameter, and ``tensor`` as many elements as the buffer. ``tensor`` must be
-        contiguous, and its memory must contain its values (not so for a lazily negated tensor; see `is_lazy`).
+        contiguous and not lazy (`is_lazy`).
         """
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
@@ -434,9 +434,9 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 # The ranks over which a gradient is summed, and its divisor -----------------------------------------------------------
 
-# The loss is defined as the mean of all ranks' losses over the data-parallel axes. So every gradient is divided by the
-# number of data-parallel ranks. It is summed over the data-parallel axes that the parameter's spec does not name, over
-# the partial axes of the spec, and over the stages that hold the tied parameter:
+# The loss is the mean of the losses of all data-parallel ranks. So every gradient is divided by the number of
+# data-parallel ranks. It is summed over the data-parallel axes that the parameter's spec does not name, over the partial
+# axes of the spec, and over the stages that hold a tied parameter:
 #
 #     grad = 1/|data| * sum over (data axes not in the spec) x (partial axes) x (tied stages) of the local gradient
 #
@@ -454,7 +454,7 @@ def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[s
         topology: The mesh.
         average_data: True: include the data-parallel axes that ``spec`` does not name. False: return only partial and
             tied axes, because other code averages over the data-parallel axes.
-        averaged: Data-parallel axes over which the gradient is already averaged. Default: none.
+        averaged: Axes over which the gradient is already averaged (`ParameterEntry.averaged`). Default: none.
     """
     spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
@@ -479,7 +479,7 @@ def sync_ranks(
 
 
 def layout_kind(spec: P, topology: Topology) -> NormBucket:
-    """Return the `NormBucket` of ``spec`` without axes of size 1. All parameters of a flat bucket have an equal one."""
+    """Return the `NormBucket` of ``spec`` without axes of size 1. It is equal for all parameters of a flat bucket."""
     kind, large = NormBucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
     return NormBucket(
         tuple(axis for axis in kind.distinct if axis in large),
@@ -491,8 +491,8 @@ def layout_kind(spec: P, topology: Topology) -> NormBucket:
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
     """Return the factor by which the local gradient is multiplied before it is summed over ranks.
 
-    It is 1 / (number of ranks along the data-parallel axes that are not in ``averaged``), or 1 if ``average_data`` is
-    False.
+    It is 1 / (number of ranks along the data-parallel axes that are not in ``averaged``). If ``average_data`` is False,
+    it is 1.
     """
     data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
     return 1 / prod(topology.size(axis) for axis in data)
@@ -507,7 +507,7 @@ def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...]
 
 
 class _BucketKey(NamedTuple):
-    """The properties that all parameters of a bucket share. ``ranks`` are the ranks of the sum."""
+    """The properties that all parameters of a bucket share. ``ranks`` are the ranks over which gradients are summed."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -544,8 +544,8 @@ def gradient_buckets(
         only: Returns True for the entries of the plan whose gradients are reduced. None (default): all entries.
         bucket_bytes: Maximum size of a bucket in bytes; a larger parameter gets a separate bucket. None (default): 32
             MiB.
-    Collectives: none. `Reducible.start` of a returned bucket calls the hook's ``all_reduce``, unless gradients are only
-        scaled.
+    Collectives: none here. `Reducible.start` of a returned bucket calls the hook's ``all_reduce``, unless gradients are
+        only scaled.
     """
     topology = plan.topology
     by_key, by_scale = _group_params(params, plan, average_data, only)
@@ -574,7 +574,7 @@ def gradient_buckets(
 def _group_params(
     params: Sequence[Tensor], plan: ReductionPlan, average_data: bool, only: Callable[[ParameterEntry], bool] | None
 ) -> tuple[dict[_BucketKey, list[int]], dict[float, list[Tensor]]]:
-    """Return {key: indices of parameters whose gradients are summed} and {scale: parameters that are only scaled}."""
+    """Return {key: indices of parameters whose gradients are summed} and {scale: parameters whose gradients are scaled}."""
     topology = plan.topology
     by_layout: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
     for index, entry in enumerate(plan.entries):
@@ -658,7 +658,7 @@ def sync_gradients(
 
 
 _SYNCED: WeakSet[ProcessGroupRegistry] = WeakSet()
-"""Registries with which all ranks have compared the parameters of `sync_gradients` once."""
+"""Registries with which `sync_gradients` has compared the declarations of all ranks."""
 
 
 # Compression of float32 gradients to bfloat16 -------------------------------------------------------------------------
@@ -677,7 +677,7 @@ class Bf16Compression(CommHook):
     precision.
 
     Each rank stores its rounding errors per bucket. They are not part of a state dict, and `add_param_group` and
-    `refresh` may reset them to 0. With a loss scale they are errors of scaled gradients. The error of a non-finite
+    `refresh` may reset them to 0. With a loss scale they are errors of the scaled gradients. The error of a non-finite
     gradient element is set to 0.
 
     Args:

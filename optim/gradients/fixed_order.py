@@ -45,7 +45,7 @@ class Node(NamedTuple):
 
 
 class TreeSum:
-    """The partial sums of one rank's gradients: per node of the tree, one tensor per parameter.
+    """The partial sums of one rank's gradients: per `Node` of the tree, one tensor per parameter.
 
     Half-precision gradients are summed in float32. A parameter without a gradient in any micro-batch of a node has None
     there, which counts as zeros.
@@ -61,7 +61,7 @@ class TreeSum:
         """Add the gradients of one micro-batch, and compute each sum whose two halves are both known.
 
         Args:
-            number: The number of the micro-batch over all data ranks.
+            number: The number of the micro-batch, counted over all data ranks.
             gradients: One dense gradient, or None, per parameter. Later additions may overwrite these tensors.
         """
         node = Node(0, number)
@@ -98,8 +98,8 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
     """Return the sum of all partial sums in the order of the tree.
 
     Args:
-        parts: The partial sums of all ranks; they cover each micro-batch at most once. They are written to.
-        count: The number of micro-batches over all data ranks.
+        parts: The partial sums of all ranks by node, each micro-batch in at most one of them. They are written to.
+        count: The number of micro-batches of all data ranks.
     """
     parts = dict(parts)
     for level in range(levels_of(count)):
@@ -113,7 +113,7 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
 
 
 def nodes_of(numbers: Iterable[int]) -> list[Node]:
-    """Return the nodes of a `TreeSum`, in order, after the micro-batches ``numbers`` were added in ascending order."""
+    """Return the nodes of a `TreeSum`, in order, after `TreeSum.add` of the micro-batches ``numbers`` (ascending)."""
     tree = TreeSum()
     for number in numbers:
         tree.add(number, ())
@@ -142,7 +142,7 @@ class TreeRanks(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches over all data ranks."""
+        """Return the number of micro-batches of all data ranks."""
         return self.ranks * self.steps
 
 
@@ -152,8 +152,8 @@ def exchange(
     """Start to exchange partial sums: each rank gets its slice of the partial sums of all ranks.
 
     Args:
-        own: This rank's partial sums, flat buffers of equal length that ``ranks.ranks`` divides, one per node.
-        nodes: The nodes of each rank.
+        own: This rank's partial sums, one flat buffer per node. All have one length, a multiple of ``ranks.ranks``.
+        nodes: The nodes of each rank, by its index in the group.
         ranks: The data ranks, at least two.
     Returns:
         A function that waits, and returns a slice per node of all ranks, in the order of the ranks.
@@ -188,11 +188,11 @@ class SlicedTreeSum:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the partial sums, and start with the first micro-batch."""
+        """Forget the partial sums, so that the next micro-batch is the first one."""
         self._tree, self._micro_batches = TreeSum(), 0
 
     def start(self, flat: Tensor) -> Finish:
-        """Start to exchange the ranks' buffers of one micro-batch each. The returned function waits and adds the slices.
+        """Start to exchange the buffers of one micro-batch per rank. The returned function waits and adds the slices.
 
         Args:
             flat: The gradients of this rank's micro-batch, in the dtype of the sum. It is not written to.
@@ -259,8 +259,9 @@ class FixedOrderSum:
     Args:
         params: The parameters whose gradients are summed; equal shapes on all ranks of the group.
         ranks: The data ranks.
-        sliced: Buckets of some of ``params`` that get a slice of the sum, in place of gradients. Default: none.
-        bucket_bytes: Maximum size of the buffer for a partial sum; a larger parameter gets a buffer of its own. None
+        sliced: Buckets of some of ``params``. Each receives a slice of the sum; its parameters get no gradients.
+            Default: none.
+        bucket_bytes: Maximum size of the buffer for a partial sum; a larger parameter gets a separate buffer. None
             (default): 8 MiB. It does not change ``sliced``.
     """
 
@@ -300,7 +301,7 @@ class FixedOrderSum:
         ]
 
     def clear(self) -> None:
-        """Forget the partial sums, and start with the first micro-batch."""
+        """Forget the partial sums, so that the next micro-batch is the first one."""
         self._tree, self.micro_batches = TreeSum(), 0
 
     @torch.no_grad()
@@ -308,7 +309,7 @@ class FixedOrderSum:
         """Move the gradients of one micro-batch from the parameters into the partial sums. Collectives: none.
 
         Raises:
-            RuntimeError: There are more than K micro-batches.
+            RuntimeError: There are more than ``accumulation_steps`` micro-batches.
         """
         steps = self._ranks.steps
         if self.micro_batches >= steps:
@@ -349,9 +350,9 @@ class FixedOrderSum:
         """Start to sum one bucket, and return the function that finishes it.
 
         Args:
-            bucket: The parameters and their places in the buffer.
+            bucket: The parameters and their positions in the buffer.
             nodes: The nodes of each rank.
-            parts: This rank's partial sums per node. Those of the bucket are freed.
+            parts: This rank's partial sums per node. The sums of the bucket's parameters are freed.
         """
         count, group = self._ranks.micro_batches, self._ranks.group
         own = [self._packed(values, bucket) for values in parts]
@@ -373,7 +374,7 @@ class FixedOrderSum:
         return finish
 
     def _packed(self, values: list[Tensor | None], bucket: _Bucket) -> Tensor:
-        """Return one partial sum as a buffer, [padded_numel], with zeros for missing gradients. Frees the values."""
+        """Return one partial sum as a buffer, [padded_numel], with zeros for missing gradients. Frees used ``values``."""
         parts, end = list[Tensor](), 0
         zeros = torch.zeros(ALIGNMENT * self._ranks.ranks, dtype=bucket.dtype, device=bucket.device)
         for index, (start, stop) in zip(bucket.indices, bucket.layout.spans, strict=True):
@@ -388,7 +389,7 @@ class FixedOrderSum:
             param = self.params[index]
             if not param.requires_grad:
                 continue
-            # `data` gives each gradient a version counter of its own, by which marks of reduced gradients are checked.
+            # `data` gives each gradient a separate version counter, as marks of reduced gradients need (`mark_complete`).
             value = flat.data[start:stop].view(param.shape)
             if not param.is_contiguous() or value.dtype != gradient_dtype(param):
                 value = torch.empty_like(param, dtype=gradient_dtype(param), requires_grad=False).copy_(value)
@@ -396,13 +397,13 @@ class FixedOrderSum:
 
 
 def sum_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which gradients of a parameter are summed: float32 for half precision."""
+    """Return the dtype in which gradients of ``param`` are summed: float32 for half precision, else their own dtype."""
     dtype = gradient_dtype(param)
     return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def reference_tree_sum(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum of one gradient per micro-batch in the order of the tree, as a reference: halves by recursion."""
+    """Return the sum of one gradient per micro-batch in the order of the tree: a recursive reference for tests."""
     count = len(gradients)
     if count == 1:
         return gradients[0]

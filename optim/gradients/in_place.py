@@ -1,4 +1,4 @@
-"""Change gradients in place, and mark gradients that are already reduced over ranks.
+"""Change gradients in place, and mark gradients that are already reduced over ranks ("complete").
 
 A mark is an attribute of the parameter: the address and the version counter of its reduced gradient. torch's in-place
 operations increment the counter, except through ``.data``. So a later backward makes the mark invalid. Code that
@@ -33,7 +33,7 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 def widen_gradients(params: Sequence[Tensor]) -> None:
     """Replace half-precision gradients of float32 parameters by float32 copies.
 
-    Call it before changing gradients in place; otherwise the changed values are rounded to half precision.
+    Call it before changing gradients in place, because the changed values would be rounded to half precision.
     """
     for param in params:
         if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
@@ -54,8 +54,8 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
     """Multiply gradients by ``factor``, a 0-dim tensor, in place, in one multi-tensor call per device and dtype.
 
-    A gradient that is None is left out. ``factor`` is copied to the device of each gradient, in float32 unless the
-    gradient is float64.
+    A gradient that is None is skipped. ``factor`` is copied to the gradients' device, and cast to float32 unless the
+    gradients are float64.
     """
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -69,7 +69,7 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
-    """Clamp gradients to [-clip_value, clip_value] in place. A gradient that is None is left out."""
+    """Clamp gradients to [-clip_value, clip_value] in place. A gradient that is None is skipped."""
     if grads := [grad for grad in gradients if grad is not None]:
         change_each(torch._foreach_clamp_min_, grads, -clip_value)
         change_each(torch._foreach_clamp_max_, grads, clip_value)
@@ -80,8 +80,8 @@ def change_each(
 ) -> None:
     """Call ``change(gradients, argument)``, a multi-tensor function of torch that writes to ``gradients``.
 
-    torch raises RuntimeError for lazy gradients, whose memory does not contain their values (`is_lazy`). In this case
-    their values are written to new memory, and ``change`` is called again.
+    torch raises RuntimeError if a gradient is lazy: its memory does not contain its values (`is_lazy`). In this case the
+    values of lazy gradients are written to new memory, and ``change`` is called again.
     """
     try:
         change(gradients, argument)
@@ -114,13 +114,9 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
 
 
 def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
-    """Mark the gradient of ``param`` as reduced. A later write to the gradient makes the mark invalid.
+    """Mark the gradient ``grad`` (None: ``param.grad``) as reduced. The mark is stored in ``param``.
 
-    Without a gradient nothing is marked.
-
-    Args:
-        param: The parameter that stores the mark.
-        grad: The gradient. None (default): ``param.grad``.
+    A later write to the gradient makes the mark invalid. Without a gradient nothing is marked.
     """
     grad = param.grad if grad is None else grad
     if grad is not None:
@@ -128,11 +124,9 @@ def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
 
 
 def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
-    """Return True if there is no gradient, or if it is marked as reduced and was not written to since `mark_complete`.
+    """Return True if ``grad`` (None: ``param.grad``) is marked as reduced, and was not written to since `mark_complete`.
 
-    Args:
-        param: The parameter that stores the mark.
-        grad: The gradient. None (default): ``param.grad``.
+    Also return True if there is no gradient. ``param`` is the parameter that stores the mark.
     """
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
@@ -142,10 +136,8 @@ def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
 def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     """Return a context manager whose body may change reduced gradients in place without losing their marks.
 
-    Gradients that are marked as reduced (`mark_complete`) before the body are marked again after it.
-
-    Args:
-        pairs: Pairs of a parameter and its gradient. The gradient None means ``param.grad``.
+    Gradients that are marked as reduced (`mark_complete`) before the body are marked again after it. ``pairs`` are
+    (parameter, gradient) pairs; a gradient of None stands for ``param.grad``.
     """
     complete = [(param, grad) for param, grad in pairs if is_complete(param, grad)]
     yield
@@ -157,7 +149,7 @@ def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterat
 
 
 def check_kinds(table: ParamTable) -> None:
-    """Raise TypeError with the parameter's name if a gradient is complex or sparse."""
+    """Raise TypeError with the parameter's name if a gradient that would be measured is complex or sparse."""
     for row in table:
         if row.grad_tensor.grad is not None:
             check_dense_real(row.grad_tensor.grad, f"the gradient of {row.entry.name}")
@@ -166,11 +158,11 @@ def check_kinds(table: ParamTable) -> None:
 def poison_bad_kinds(table: ParamTable) -> TypeError | None:
     """Replace complex and sparse gradients, which are not supported, by tensors of NaN.
 
-    The NaN makes the gradient norm NaN on all ranks, so that no rank applies the step. The caller raises the returned
-    error after the collectives of the step; if it raised earlier, other ranks would wait in these collectives.
+    The NaN makes the gradient norm NaN on all ranks, so that no rank applies the step. The caller must raise the
+    returned error after the collectives of the step, in which the other ranks would otherwise wait.
 
     Returns:
-        A TypeError that names the first such gradient; None if there is none.
+        A TypeError that names the parameter of the first such gradient; None if there is none.
     """
     try:
         check_kinds(table)

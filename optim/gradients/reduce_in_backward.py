@@ -21,7 +21,8 @@ class InFlight:
     """Starts reductions, finishes them in the order in which they started, and limits how many run at the same time.
 
     Args:
-        most: Maximum number of running reductions; each may hold a flat copy of its bucket. None: no limit. Default: 2.
+        most: Maximum number of running reductions, each of which may hold a flat copy of its bucket. None: no limit.
+            Default: 2.
     """
 
     def __init__(self, most: int | None = 2) -> None:
@@ -32,8 +33,8 @@ class InFlight:
         """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
 
         Args:
-            starts: Functions; each starts a reduction and returns the function that finishes it.
-            to_the_end: True: finish all reductions before returning, also those of earlier calls. Default: False.
+            starts: Functions. Each starts a reduction and returns the function that finishes it.
+            to_the_end: True: before returning, finish all reductions, including those of earlier calls. Default: False.
         """
         for start in starts:
             self._started.append(start())
@@ -52,8 +53,9 @@ class BackwardReducer:
     """Reduces each gradient bucket once per micro-batch, if possible while backward still computes other gradients.
 
     Ranks may compute different gradients, in different orders, but must issue collectives in the same order. So buckets
-    are reduced in the given order: a bucket whose gradients are computed waits until all earlier buckets have started.
-    The buckets that remain at the end of backward are reduced then, with zeros for gradients that are None.
+    are reduced in a fixed order: a bucket whose gradients are computed waits until the reductions of all earlier buckets
+    have started. The buckets that remain at the end of backward are reduced then, with zeros for gradients that are
+    None.
 
     Args:
         name_of: Returns the name of a parameter, for errors.
@@ -64,9 +66,9 @@ class BackwardReducer:
             bucket n + 2 starts, and not already when bucket n + 1 starts.
 
     Attributes:
-        late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`. None if there is
-            no such parameter. `micro_batch` sets it to None when it ends without an error.
-        came: True once any parameter of an eager bucket has got a gradient inside of `micro_batch`. It is never reset.
+        late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`; None if there is no
+            such parameter. A `micro_batch` that ends without an error sets it to None.
+        came: True if any parameter of an eager bucket has ever got a gradient within `micro_batch`.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class BackwardReducer:
     def micro_batch(self, several: bool = False) -> Iterator[None]:
         """Return a context manager that reduces each bucket once, while its body runs backward or after the body.
 
-        If the body raises an Exception, the remaining reductions are started but not finished. So this rank has issued
-        all collectives of the micro-batch, and the next micro-batch begins with the first bucket on every rank.
+        If the body raises an Exception, the remaining reductions are started but not finished. This rank has then issued
+        all collectives of the micro-batch, so the next micro-batch begins with the first bucket on every rank.
 
         Args:
             several: False (default): the body calls backward once. True: the body calls backward several times. A
@@ -144,13 +146,13 @@ class BackwardReducer:
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def reduce_now(self) -> None:
-        """Reduce all buckets now, on a rank that ran no `micro_batch` in this step. Collectives: those of the buckets."""
+        """Reduce all buckets now. Call it on a rank that ran no `micro_batch` in this step."""
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
         """Raise RuntimeError if an eager bucket's parameter got a gradient since the last `micro_batch`.
 
-        That gradient was not reduced over ranks; if it were applied, replicas would diverge.
+        Such a gradient was not reduced over ranks, so replicas would diverge if it were applied.
         """
         if self.late_grad is not None:
             raise RuntimeError(
@@ -180,10 +182,10 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
 
 
 class ArrivedGradients:
-    """Records which of some parameters got a gradient in backward, even if it was reduced or moved before backward ended.
+    """Records which of ``params`` got a gradient in backward, even if it was reduced or moved before backward ended.
 
     Args:
-        params: The parameters by index. Parameters that are frozen now are left out.
+        params: The parameters by index. Parameters that are frozen at construction are left out.
     """
 
     def __init__(self, params: Mapping[int, Tensor]) -> None:
@@ -218,8 +220,8 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 # bucket only at the end of backward. Suppose that this rank, during backward, waits for a second rank in a collective
 # of the model, while the second rank waits for the first rank in the reduction. That is a deadlock. So if ranks that
 # take part in the same collectives of the model may lack different gradients, all reductions start at the end of
-# backward. If ranks only have shards of unequal sizes, only the buckets with the layouts of these shards are reduced at
-# the end of backward.
+# backward. Ranks whose shards have unequal sizes fill different buckets, so buckets with the layouts of such shards are
+# also reduced at the end of backward.
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
@@ -284,8 +286,8 @@ class Early:
     """A predicate of plan entries: True for a parameter whose gradient is reduced during backward.
 
     Such a parameter is trained, and its gradient is averaged over data-parallel axes and summed over no other axes. It
-    is not a DTensor, because gradients of DTensors are reduced in the step. It has no owner ranks, because a parameter
-    with owner ranks does not exist on all ranks.
+    is not a DTensor, because gradients of DTensors are reduced in the step. It has no owner ranks (``P(owned=...)``),
+    because other ranks would not have it.
 
     Args:
         plan: The plan of the parameters.

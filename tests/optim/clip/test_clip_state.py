@@ -515,7 +515,11 @@ def test_clip_grad_norm_requires_clip_state_for_rules_other_than_by_norm(rule: A
         (ZClip(decay=1.0), ValueError, "decay=1.0: give a number >= 0 and < 1"),
         (ZClip(warm_up=1), ValueError, "warm_up=1: give a whole number >= 2"),
         (AdaGC(factor=inf), ValueError, "factor=inf: give a finite number > 0"),
-        (AdaGC(max_norm=-1.0), ValueError, r"max_norm=-1.0: give a finite number > 0, in units"),
+        (
+            AdaGC(max_norm=-1.0),
+            ValueError,
+            r"max_norm=-1.0: give a finite number > 0, for gradients without the loss scale",
+        ),
         (SkipSpikes(1.0), ValueError, r"factor=1.0: give a number > 1"),
         (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has 5 norms"),
         (SkipSpikes(statistic="middle"), ValueError, "statistic='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]

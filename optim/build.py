@@ -398,10 +398,7 @@ class Setup:
     def chain(self, precision: Precision, plan: ReductionPlan) -> TransformChain:
         """Install the parameter transforms over the optimizer's param groups, in place, and return their chain.
 
-        Args:
-            precision: The precision mode.
-            plan: The result of `agreed_plan` for these param groups.
-        Collectives: those of the transforms.
+        ``plan`` is the result of `agreed_plan` for these param groups. Collectives: those of the transforms.
         """
         context = self.context(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
@@ -465,12 +462,8 @@ class Setup:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
         With ``overlap`` it also has the buckets that are reduced during backward; `switch` returns their controller.
+        Without ``agreement``, settings are not compared between ranks.
 
-        Args:
-            table: The stepped tensors.
-            chain: The parameter transforms.
-            model: The check for parameters of the model that no optimizer has.
-            agreement: The comparison of settings between ranks. None (default): settings are not compared.
         Collectives: with ``overlap``, an object all-gather.
         """
         plan, measured = table.model_plan, table.grad_tensors
@@ -704,12 +697,9 @@ ELSEWHERE = {
 
 
 def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
-    """Return a TypeError if ``optimizer`` is of class ``kind``, or for the first name in ``given``; else None.
+    """Return a TypeError if ``optimizer`` is already wrapped, or for the first unknown argument in ``given``; else None.
 
-    Args:
-        given: Names of keyword arguments that `ParallelOptimizer` does not have.
-        optimizer: The optimizer to wrap.
-        kind: The class of wrappers, `ParallelOptimizer`.
+    ``kind`` is the class `ParallelOptimizer`, which this module can't import.
     """
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")

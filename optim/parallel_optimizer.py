@@ -705,9 +705,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             )
         if self._states.pulling_grads:
             raise RuntimeError(
-                f"a GradScaler can't see the gradients that the optimizer applies with precision={self.precision.name!r} "
-                f"and states={self._setup.states!r}: leave the scaler out; if the loss must be scaled, give a precision "
-                "with its own loss scale, 'fp16' or 'fp16_naive'"
+                "a GradScaler can't see the gradients that the optimizer applies, because it steps other tensors than the "
+                f"model's parameters (local tensors of DTensors, precision={self.precision.name!r} or "
+                f"states={self._setup.states!r}): leave the scaler out; if the loss must be scaled, give a precision with "
+                "its own loss scale, 'fp16' or 'fp16_naive'"
             )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
@@ -785,9 +786,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         An error that only this rank's gradients have is raised after clipping; the other ranks get a non-finite norm.
 
-        Args:
-            call: The name of the public method, for errors.
-            clip: The rule. None: gradients are not clipped.
+        ``call`` is the name of the public method, for errors. Without a rule (None), gradients are not clipped.
         """
         window = self._window
         window.captured = check_captured(call, self.not_captured)
@@ -1225,7 +1224,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Raises:
             ValueError: torch's functions of `torch.distributed.checkpoint.state_dict` call it, and would save wrong
-                states.
+                states or none.
         Collectives: none.
         Host synchronization: yes.
         """

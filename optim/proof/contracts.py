@@ -92,7 +92,6 @@ class GradientContract:
 
         Args:
             products: {rank: product}, for each rank that holds the parameter.
-            topology: The mesh.
         Returns:
             (derivative, spread). If the contract requires equal results on some ranks, the derivative is their mean,
                 and the spread is the largest difference between two of these results.
@@ -119,7 +118,6 @@ def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> G
         spec: The declared layout, in the axes of ``topology``.
         averaged: The mesh axes of a DTensor, over which torch reduces its gradient in backward. Empty for other
             parameters.
-        topology: The mesh.
     """
     averaged = set(averaged)
 
@@ -179,7 +177,6 @@ class ParameterView:
             value: The local tensor.
             gradient: The local gradient; None without one.
             annotation: The declaration of the parameter; None if it is not declared.
-            topology: The mesh.
 
         Host synchronization: up to four if the tensors are on a GPU.
         """
@@ -443,9 +440,7 @@ def spec_of_contract(
     depend on the choice.
 
     Args:
-        known: The parameter.
         contract: The gradient contract.
-        topology: The mesh.
         beside: {name: (local shape, True if sharded over the same axes)} of the other parameters of the same module.
             Used to decide between the dims of a 2-dim weight whose full shape is not known.
     """
@@ -543,8 +538,6 @@ def candidates(
     the ranks' gradients.
 
     Args:
-        known: The parameter.
-        topology: The mesh.
         split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
             equal, it may be sharded or replicated. Along these axes, sharded is then more likely; along all axes, if
             the parameter's full shape is known.

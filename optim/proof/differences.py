@@ -549,7 +549,7 @@ def _within(
         differences: Computes central differences.
         group: The predictions, one per parameter.
         sort: The result for the entire group: "wrong" or "undecided".
-        crowded: True if this group is half of a larger group, and the result of the other half is not "kept" either.
+        crowded: True if this group is one half of a larger group, and the result of the other half is not "kept" either.
     """
     if len(group) == 1:
         yield group[0].known, sort

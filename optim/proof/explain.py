@@ -68,7 +68,7 @@ class ForwardRecord:
     Attributes:
         hashes: {hook point: (shape, hash of the elements)}, in the order in which the points were first reached. None
             instead of the pair if there is no tensor at the point, or a complex one. If a module is called several
-            times, the hash is that of its last call.
+            times, the hash is from its last call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -270,7 +270,7 @@ class Explanation:
             None: there is no such layout.
         factor: Factor by which the gradient is too large under ``contract``; 1 if it is right, or if there is no
             contract.
-        even: The mesh axes along which the ranks have equal gradients along a random direction.
+        even: The mesh axes along which all ranks have equal products <gradient, direction> for a random direction.
         split: The mesh axes that certainly shard another parameter of the same module.
     """
 
@@ -281,11 +281,7 @@ class Explanation:
 
 
 class Explainer:
-    """Finds a layout with which a parameter's gradient is right. Results are the same on all ranks.
-
-    Args:
-        differences: Computes central differences of the loss.
-    """
+    """Finds a layout with which a parameter's gradient is right. Results are the same on all ranks."""
 
     def __init__(self, differences: Differences) -> None:
         self.differences, self.topology = differences, differences.topology
@@ -404,7 +400,6 @@ def cause_of(
         known: The parameter with a wrong gradient.
         declared: The gradient contract of its declared layout.
         found: The result of `Explainer.explain` for this parameter.
-        topology: The mesh.
     """
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
@@ -537,7 +532,6 @@ def locate_fault(
     overwritten. Only the last `_MOST` hook points are tested.
 
     Args:
-        model: The model.
         differences: Computes central differences with respect to the model's parameters.
         events: The inputs and outputs of modules in forward order, the same on all ranks. A rank skips modules that it
             does not have.
@@ -591,10 +585,7 @@ def _problem(
 ) -> tuple[Cause, tuple[str, ...], bool] | None:
     """Return (cause, axes, True if the cause is uncertain) for a wrong gradient of an activation; None if it is right.
 
-    Args:
-        known: The activation: the input or output of a module.
-        found: The contract under which its gradient is right or right except for a factor, if there is one.
-        explainer: Tests further contracts.
+    ``known`` is the activation: the input or output of a module. ``found`` is the result of `Explainer.explain` for it.
     """
     topology = explainer.topology
     if found.contract is None:

@@ -279,9 +279,9 @@ def infer(
     name on several pipeline stages count as different, unless they are declared tied. If the result is uncertain,
     initialise the parameters at random, or pass ``shapes``.
 
-    If losses differ along a model axis, but all gradients are right with it as a data axis, the rules are those for a
-    data axis, and a finding names the axis. `Proof.hints` names shards that are nearly equal, because they may be
-    replicas that diverged.
+    If losses differ along a model axis, but all gradients are right if it is a data axis, the rules treat it as a data
+    axis, and a finding names the axis. `Proof.hints` names shards that are nearly equal, because they may be replicas
+    that diverged.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.

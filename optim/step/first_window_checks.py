@@ -73,11 +73,9 @@ class GradientReport(NamedTuple):
         """Return the report of this rank. Call it before gradients are moved to other tensors, such as master weights.
 
         Args:
-            window: The accumulation window.
             params: The model's parameters.
             param_groups: The optimizer's param groups, for the checks of `check_in_first_window`. Default None: these
                 checks do not run.
-            facts: The value of the field ``facts``. Default 0.
         Host synchronization: up to one per gradient if gradients bypassed the optimizer, and those of the checks.
         """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
@@ -104,11 +102,8 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Raise an error if a report of the first window shows a mistake. All ranks raise the same error.
+    """Raise an error if the report of a rank (``seen``) shows a mistake. All ranks raise the same error.
 
-    Args:
-        seen: The reports of all ranks.
-        scaled: True if there is a loss scale.
     Raises:
         RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, although a backward ran
             or the optimizer has made no step yet; or a pipeline schedule divided gradients twice.
@@ -174,12 +169,9 @@ class ModelParams:
         return tuple(found.values())
 
     def check(self, missing: Sequence[tuple[str, ...]]) -> None:
-        """Raise RuntimeError, or warn on every rank, if a rank has trainable parameters that no optimizer has.
+        """Raise RuntimeError or warn, on every rank, if a rank has trainable parameters that no optimizer has.
 
-        Args:
-            missing: The result of `missing_from` on each rank.
-        Raises:
-            RuntimeError: On every rank, with ``"raise"``.
+        ``missing`` has the result of `missing_from` on each rank.
         """
         ranks = [rank for rank, names in enumerate(missing) if names]
         if not ranks:

@@ -74,9 +74,6 @@ class SkipMonitor:
     of `LAG` = 16 steps earlier, which has usually arrived. All ranks read the counts of the same step, so they decide
     equally.
 
-    Args:
-        device: The device of the counts.
-
     Attributes:
         facts: After `count` or `poll` returned `DISAGREED`: this rank's settings in the step in which ranks disagreed.
             None: they were not recorded.

@@ -106,9 +106,7 @@ class UsedClip:
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Update `facts`, `number` and `tensors`; return True if they were computed anew. Host synchronization: none.
 
-        Args:
-            explicit: The rules of explicit clips in the window.
-            param_groups: The optimizer's param groups, whose ``max_norm`` is read.
+        ``explicit`` has the rules of explicit clips in the window. The thresholds are the ``max_norm`` of the param groups.
         """
         if self._on_cpu and [tensor.tolist() for tensor in self._on_cpu] != self._values:  # changed in place
             rule, self.facts = self.facts.rule, ClipFacts()
@@ -277,13 +275,7 @@ class _Class(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[int], rank: int, kind: str) -> _Class:
-        """Return the set of ``ranks`` with this rank's coefficient.
-
-        Args:
-            ranks: The ranks in ascending order, including ``rank``.
-            rank: This rank.
-            kind: The kind of the compared values.
-        """
+        """Return the set of ``ranks`` (ascending, including this rank, ``rank``) with this rank's coefficient."""
         size = len(ranks)
         return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
 

@@ -353,10 +353,8 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
     """Return the Triton kernels if `triton_on` returns them and they support the optimizer; None otherwise.
 
-    Args:
-        optimizer: The optimizer.
-        found_inf: 0-dim skip flag; its device is the kernels' device.
-        factor: 0-dim factor on gradients on the same device; None: 1.
+    The kernels' device is the device of ``found_inf``, the 0-dim skip flag. ``factor`` is the factor on gradients.
+
     Raises:
         RuntimeError: A CUDA graph captures the update, and a parameter has its first gradient (`check_states_are_made`).
     """

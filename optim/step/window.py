@@ -374,12 +374,8 @@ class Window:
         """Return this rank's number in the field ``"agreement"``, and a tensor to add to it, 0-dim float64, or None.
 
         The sum over ranks is 0 if their settings agree and no rank has deferred an error. If the settings can't be
-        read, the error is deferred.
+        read, the error is deferred. ``device`` is the device of the tensor.
 
-        Args:
-            agreement: The comparison of settings between ranks.
-            params: The parameters that are frozen, unfrozen or without a gradient.
-            device: The device of the tensor.
         Host synchronization: that of `StepAgreement.of_tensors`.
         """
         weight = self.weight if self.is_weighted else None
@@ -469,7 +465,7 @@ class Window:
 
         Args:
             registry: The process groups of the mesh.
-            scale: The loss scale; None: gradients are not scaled.
+            scale: The loss scale; None: gradients contain no loss scale.
             device: The device on which the norm is measured.
             facts: The result of `number_of_facts`. None (default): settings are not compared.
             facts_of_tensors: The result of `StepAgreement.of_tensors`, which is added to ``facts``. None (default):
@@ -557,9 +553,7 @@ class Window:
         """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken.
 
         Args:
-            weight: The divisor of the summed loss, such as the number of tokens; None: the loss is a mean. As in
-                `begin`.
-            params: The parameters whose gradients accumulate.
+            weight, params: As in `begin`.
             around: Functions of this window; each returns a context manager to enter around the backward.
             several: True if the micro-batch may have several backward calls. Default False.
         Raises:

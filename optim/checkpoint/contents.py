@@ -190,7 +190,7 @@ def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dic
         if own_kind and not _is_empty(value):
             raise ValueError(
                 f"{name} is extra state of a module, which can't be resharded: let get_extra_state() return None, and pass "
-                "the state as extra="
+                "the state as extra= of save_checkpoint"
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
@@ -301,12 +301,8 @@ class PieceState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
-        """Return the description of a shard's optimizer state.
+        """Return the description of ``state``, the optimizer state of the shard ``piece``, by key.
 
-        Args:
-            state: The optimizer state of the shard, by key.
-            piece: The shard, which the optimizer steps.
-            region: The region of the full tensor that the shard holds.
         Host synchronization: one per scalar (see `is_scalar`) on a device.
         """
         found = cls()
@@ -390,7 +386,6 @@ def is_scalar(key: str, value: Tensor, region: Region) -> bool:
 
 
 def place_of(region: Region) -> Place:
-    """Return the `Place` of a region."""
     return region.spans, region.start, region.stop
 
 
@@ -432,8 +427,8 @@ class PieceStates:
             states, the states of these ranks are used.
 
     Attributes:
-        combined: One message per shard that `of` combined from saved shards with different states. Shards of which the
-            optimizer had stepped none are not reported.
+        combined: One message per shard that `of` combined from saved shards with different states, if the optimizer had
+            stepped any of them.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -734,9 +729,7 @@ Variants = list[tuple[T, list[int]]]
 def check_content(content: object, world_size: int) -> None:
     """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of ``shared.pt``.
 
-    Args:
-        content: The content of the file, which has the data for all ranks.
-        world_size: The number of ranks that saved the checkpoint.
+    ``shared.pt`` has the data for all ranks. ``world_size`` ranks saved the checkpoint.
     """
     ranks = list_of(partial(_check_rank, world_size=world_size))
     fields(

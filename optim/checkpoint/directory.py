@@ -160,9 +160,7 @@ class CheckedStream(io.RawIOBase):
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
     """Write a file, synchronize it to disk, and return its record. Raise OSError if it can't be written.
 
-    Args:
-        file: The path of the file. An existing file is replaced.
-        write: Function that writes the content to the stream it gets.
+    An existing file is replaced. ``write`` writes the content to the stream that it gets.
     """
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
@@ -184,7 +182,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
 
     Args:
         directory: The directory of the files.
-        files: The record of each file, by name.
+        files: The record (size and checksums) of each file, by name.
         contents: True: read the files and compare sizes and checksums. False: compare sizes only.
     Raises:
         ValueError: A file is missing, can't be read, or differs from its record.

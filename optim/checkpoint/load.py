@@ -449,9 +449,6 @@ class _Run(NamedTuple):
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
         """Read a checkpoint and compare it with the run, without changing the run.
 
-        Args:
-            directory: The directory of the checkpoint.
-            manifest: The content of its manifest.
         Raises:
             ValueError: On every rank: a file is missing or damaged, or the checkpoint does not fit.
             RuntimeError: On every rank: a rank could not read a file.
@@ -659,10 +656,6 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
 
 
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
-    """Return, per param group, the names of the parameters in it on any rank.
-
-    Args:
-        named: For each rank and param group, the names of the parameters.
-    """
+    """Return, per param group, the names of the parameters in it on any rank. ``named`` has them per rank and group."""
     count = max(len(groups) for groups in named)
     return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]

@@ -203,11 +203,9 @@ def make_snapshot(
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
     """Write a checkpoint and return its directory. After an error, rank 0 removes the incomplete directory.
 
-    Args:
-        path: The directory of the run's checkpoints.
-        snapshot: This rank's data.
-        known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
-        registry: The process groups.
+    ``path`` is the directory of the run's checkpoints, and ``known`` the name of the last checkpoint there that this run
+    saved or loaded. None: there is none.
+
     Raises:
         ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or
             shards have different dtypes, or unequal sizes and no declared full shape.
@@ -274,9 +272,7 @@ def _readable(value: Any, what: str) -> Any:
 def _check_readable(value: Any, what: str) -> None:
     """Raise ValueError unless ``torch.load(weights_only=True)`` can read ``value`` back after `torch.save`.
 
-    Args:
-        value: The value.
-        what: The name of the value in the error.
+    ``what`` is the name of the value in the error.
     """
     problem = _reading_error(value)
     if problem is None:

@@ -181,7 +181,7 @@ def write_tensors(
     Args:
         directory: The directory of the checkpoint.
         tensors: This rank's parts of the tensors, by key.
-        registry: The process groups.
+        registry: The process groups of the mesh.
     Returns:
         The records of the files that this rank has written, by name.
     Raises:

@@ -126,11 +126,8 @@ def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor
 def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequence[tuple[Tensor, int]]) -> None:
     """Move the optimizer's state of ``param``, if it has any, to the tensors that replace it.
 
-    Args:
-        optimizer: The optimizer.
-        param: The replaced tensor.
-        targets: (tensor, offset) pairs. The tensor holds elements of the flattened parameter, beginning at ``offset``.
-            Empty: the state is dropped.
+    ``targets`` are (tensor, offset) pairs. Each tensor holds elements of the flattened parameter, beginning at ``offset``.
+    If there are none, the state is dropped.
     """
     state = optimizer.state.pop(param, None)
     for target, offset in targets if state else ():
@@ -962,7 +959,7 @@ class TransformChain:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
         None: there is no such parameter. Writes that change neither the tensor's version counter nor its memory are
-        found, such as in-place writes through ``.data``. After another write that is not found, the next step uses the
+        found, such as in-place writes through ``.data``. Other writes may not be found: the next step then uses the
         written values or raises an error.
 
         Host synchronization: a few per tensor that has a copy.

@@ -221,7 +221,7 @@ class GradientCompletion:
 
         Args:
             mine: This rank's report.
-            window: The accumulation window.
+            window: The window.
             averaged: True if backward averaged the gradients over the data axes.
         Raises:
             RuntimeError, ValueError: On every rank: a rank's report shows an error, or settings differ between ranks.

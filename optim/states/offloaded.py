@@ -61,11 +61,7 @@ ALIGNMENT = 64
 
 
 class TransferStreams:
-    """The streams of a CUDA device on which gradients are copied to the CPU (``down``), and weights to the device (``up``).
-
-    Args:
-        device: The device.
-    """
+    """The CUDA streams that copy gradients to the CPU (``down``) and weights to ``device`` (``up``)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.down, self.up = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -283,10 +279,7 @@ class Offloaded(StatePlacement):
 class OffloadTransform(ParamTransform):
     """The transform of `Offloaded`: replaces some of an optimizer's parameters by copies on the CPU.
 
-    Args:
-        fraction: The smallest fraction of elements to offload, from 0 to 1.
-        main_grads: True if half-precision parameters have float32 gradients.
-        registry: The process groups of the mesh.
+    ``main_grads`` is True if half-precision parameters have float32 gradients.
     """
 
     replica_dependent = True  # replicas are compared on the device, which is faster than on the CPU
@@ -485,9 +478,7 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
 def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStreams]) -> Iterator[HostBucket]:
     """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype.
 
-    Args:
-        params: The parameters.
-        streams: The streams of transfers per CUDA device. Missing ones are added.
+    ``streams`` has the streams of transfers per CUDA device. Missing ones are added.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
@@ -506,9 +497,7 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
     Parameters are visited from the largest to the smallest. A parameter stays on the device if it fits into the rest of
     ``1 - fraction`` of all elements; otherwise it is offloaded.
 
-    Args:
-        numels: The number of elements per parameter.
-        fraction: The smallest fraction of elements to offload.
+    ``numels`` are the numbers of elements of the parameters.
     """
     room = (1 - fraction) * sum(numels)
     chosen = []
@@ -561,10 +550,7 @@ def reference_offloaded_step(
 ) -> None:
     """Step ``params`` in place as a reference for `Offloaded`: gradients to the CPU, step there, weights back.
 
-    Args:
-        params: The parameters on the device.
-        gradients: The gradient of each parameter, or None.
-        optimizer: An optimizer over CPU copies of ``params``, in their order.
+    ``optimizer`` steps CPU copies of ``params``, in their order.
     """
     copies = [param for group in optimizer.param_groups for param in group["params"]]
     for copy, gradient in zip(copies, gradients, strict=True):

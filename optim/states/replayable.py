@@ -210,13 +210,9 @@ def _options(optimizer: torch.optim.Optimizer) -> list[State]:
 
 
 def _differing(param: Tensor, value: Tensor, state: State, before: State) -> list[str]:
-    """Return "parameter" if ``param`` is not bitwise equal to ``value``, and the names of states that differ.
+    """Return the names of the entries of ``state`` that are not bitwise equal to those of ``before``.
 
-    Args:
-        param: The stepped tensor.
-        value: Its earlier value.
-        state: Its optimizer state.
-        before: Its earlier optimizer state.
+    If ``param`` is not bitwise equal to ``value``, "parameter" is the first name.
     """
     names = [key for key in sorted({*state, *before}) if not _same_bits(state.get(key), before.get(key))]
     return names if _same_bits(param, value) else ["parameter", *names]

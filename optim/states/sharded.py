@@ -337,9 +337,9 @@ def reference_sharded_step(
 
     Args:
         params: The parameters of the bucket.
-        gradients: For each rank of the data axis, the gradient per parameter.
+        gradients: For each rank of the axis, the gradient per parameter.
         layout: The layout of the bucket.
-        optimizers: For each rank an optimizer over copies of its segments.
+        optimizers: For each rank, an optimizer over copies of its segments of ``params``.
     """
     for rank, optimizer in enumerate(optimizers):
         copies = [copy for group in optimizer.param_groups for copy in group["params"]]

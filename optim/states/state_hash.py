@@ -74,10 +74,8 @@ def hash_of_state(
 def _hash(tensor: Tensor, region: Region | None, salt: str) -> Tensor:
     """Return the hash of a tensor's elements, 0-dim int64.
 
-    Args:
-        tensor: Any tensor.
-        region: The part of the full tensor that ``tensor`` holds. None: ``tensor`` is a full tensor.
-        salt: Makes the hash different for other names.
+    ``region`` is the part of the full tensor that ``tensor`` holds; None: ``tensor`` is a full tensor. Another ``salt``,
+    such as the name of the tensor, gives another hash.
     """
     start = int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little", signed=True)
     tensor = tensor.detach().resolve_neg()

@@ -36,7 +36,7 @@ HASH_WORDS = 2  # float64 numbers per hash in a collective
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests of several tensors, on the device of the result.
+    """Digests of several tensors, all on one device.
 
     Args:
         hashes: [tensors] int64.

@@ -157,7 +157,7 @@ class FactoredOptimizer(WholeOptimizer):
                 found[position].append(part)
 
     def chunks_of(self, slots: Sequence[Slot]) -> Iterator[Chunk]:
-        """Divide the slots into chunks, each of one param group, device and dtype."""
+        """Divide stepped tensors into chunks, each of one param group, device and dtype."""
         by_kind = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
         for kind in by_kind:
             by_position = {slot.position: slot for slot in kind}
@@ -234,11 +234,11 @@ class FactoredOptimizer(WholeOptimizer):
 
 @dataclass
 class Chunk:
-    """Slots of one param group, device and dtype that are computed together.
+    """Stepped tensors (`Slot`) of one param group, device and dtype that are computed together.
 
     Args:
-        slots: The slots.
-        stacks: The factored slots among them, in lists of equal layouts.
+        slots: The stepped tensors. Those with factored second moments come first, in the order of ``stacks``.
+        stacks: Those with factored second moments, in lists of equal layouts (`WholeTensors.alike`).
     """
 
     slots: list[Slot]
@@ -440,7 +440,7 @@ class Adafactor(FactoredOptimizer):
         return made
 
     def _relative_rates(self, chunk: Chunk, sizes: Mapping[int, Tensor], squares: Mapping[int, Tensor]) -> Tensor:
-        """Return the rate of each slot, divided by the learning rate; finite for a learning rate of 0."""
+        """Return the factor on each slot's `_update`, divided by the learning rate; finite for a learning rate of 0."""
         group = chunk.group
         of_params, of_updates = (
             rms_of_each([found[slot.position] for slot in chunk.slots], [self.shape_of(slot) for slot in chunk.slots])

@@ -533,7 +533,7 @@ class Homes:
         self.own = [matrix for one in self._rounds for matrix in one.own]
 
     def _rounds_of(self, shares: Sequence[tuple[tuple[int, ...], Sequence[Matrix]]]) -> list[Round]:
-        """Return one round per (ranks, matrices)."""
+        """Return one `Round` per (ranks, matrices) pair."""
         return [
             Round(
                 self.tensors,

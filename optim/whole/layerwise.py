@@ -375,7 +375,7 @@ class StableAdamW(WholeOptimizer):
 
 
 def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Divide the slots into lists that are computed together, each of one param group, device and dtype."""
+    """Divide stepped tensors into lists that are computed together, each of one param group, device and dtype."""
     kinds = grouped(slots, lambda slot: (id(slot.group), slot.param.device, slot.param.dtype)).values()
     return (chunk for kind in kinds for chunk in chunks(kind, lambda slot: slot.param.numel()))
 

@@ -31,7 +31,9 @@ def _by_triton(device: torch.device) -> Iterator[None]:
     if reason := why_no_triton():
         pytest.skip(reason)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("set TRITON_INTERPRET=1 to use Triton's interpreter on the CPU; tests/optim makes these comparisons with it")
+        pytest.skip(
+            "set TRITON_INTERPRET=1 to use Triton's interpreter on the CPU; tests/optim makes these comparisons with it"
+        )
     with using("triton"):
         assert triton_on(device) is not None
         yield

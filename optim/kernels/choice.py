@@ -1,4 +1,4 @@
-"""Choice of the kernels that compute gradient norms and optimizer updates: meshstep's own or torch's.
+"""Choice of the kernels for gradient norms, optimizer updates and stochastic rounding: meshstep's own or torch's.
 
     "auto"    on a CPU the compiled kernels (`native`) if they are installed; on an NVIDIA GPU the Triton kernels
               (`triton`) if they compile and run there; otherwise torch's
@@ -32,11 +32,11 @@ _choice: list[Kernels] = []
 
 
 class Chosen:
-    """The chosen kernels of this process. The attributes are cached until `use_kernels` is called."""
+    """The chosen kernels of this process, cached until `use_kernels` is called."""
 
     @cached_property
     def native(self) -> Native | None:
-        """Return the compiled CPU kernels, or None if torch's kernels or interpreted Triton kernels run on the CPU."""
+        """Return the compiled CPU kernels; None if torch's kernels or interpreted Triton kernels run on the CPU."""
         return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
 
     @cached_property
@@ -49,21 +49,22 @@ chosen = Chosen()
 
 
 def use_kernels(kernels: Kernels) -> None:
-    """Choose the kernels for gradient norms and optimizer updates in this process.
+    """Choose the kernels for gradient norms, optimizer updates and stochastic rounding in this process.
 
     Call it before optimizers are created, with the same choice on all ranks; `ParallelOptimizer` checks that all ranks
-    use the same kernels. All kernels compute the same formulas; their results differ by rounding. In stochastic rounding,
-    torch's kernels also draw other noise. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its
-    default is "auto".
+    use the same kernels. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
+
+    This package has compiled C loops for CPUs and Triton kernels for GPUs. They compute gradient norms, and the updates of
+    torch's Adam, AdamW, SGD and Adagrad with ``fused=True``, in one pass over memory, and round stochastically. Their
+    results differ from torch's kernels by rounding; in stochastic rounding, torch's kernels also draw other noise.
 
         use_kernels("torch")
 
     Args:
-        kernels: "auto": compiled loops on a CPU if they are installed, and Triton kernels on an NVIDIA GPU of compute
-            capability 8.0 or higher, if Triton can compile and run a kernel there; a log message names the reason if it
-            can't. Otherwise torch's kernels. "torch": torch's own kernels everywhere. "triton": as "auto" but with an
-            error if the Triton kernels can't run on the GPU. Loops and Triton kernels compute gradient norms, and the
-            updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory, and round stochastically.
+        kernels: "auto": the compiled loops on a CPU if they are installed, and the Triton kernels on an NVIDIA GPU of
+            compute capability 8.0 or higher if Triton can compile and run a kernel there (else a log message names the
+            reason); otherwise torch's kernels. "torch": torch's kernels on every device. "triton": as "auto", but an
+            error if the Triton kernels can't run on the GPU.
 
     Raises:
         ValueError: ``kernels`` is none of "auto", "torch" and "triton".
@@ -77,7 +78,7 @@ def use_kernels(kernels: Kernels) -> None:
 
 
 def kernels_chosen() -> Kernels:
-    """Return the choice of `use_kernels`, or without a call that of the environment variable ``MESHSTEP_KERNELS``.
+    """Return the choice of `use_kernels`, or without a call the value of the environment variable ``MESHSTEP_KERNELS``.
 
     Raises:
         ValueError: The environment variable has another value than "auto", "torch" and "triton".
@@ -91,8 +92,8 @@ def kernels_chosen() -> Kernels:
 def triton_on(device: torch.device) -> Triton | None:
     """Return the Triton kernels if they are chosen and run on ``device``; otherwise None.
 
-    With "auto", the first call for a GPU tries a kernel there, which synchronizes with the host. In the capture of a CUDA
-    graph before this first call, torch's kernels are used.
+    With "auto", the first call for a GPU tries a kernel there, which synchronizes the host. During the capture of a CUDA
+    graph it can't be tried, so the result is None until a call after the capture.
     """
     if device.type == "cuda" and kernels_chosen() == "auto":
         return _on_gpu(device)
@@ -101,14 +102,14 @@ def triton_on(device: torch.device) -> Triton | None:
 
 
 def kernels_on_gpu(device: torch.device) -> str:
-    """Return "triton" or "torch": the kernels on this GPU. Ranks with parameters on a GPU compare it."""
+    """Return "triton" or "torch": the kernels on this GPU. `ParallelOptimizer` compares the value between ranks."""
     return "torch" if triton_on(device) is None else "triton"
 
 
 def kernels_here() -> str:
-    """Return a text that names the kernels on the CPU, and tells if "triton" is chosen.
+    """Return a text that names the kernels on the CPU, and whether "triton" is chosen.
 
-    Ranks compare it, because all must use the same kernels.
+    `ParallelOptimizer` compares the text between ranks, because all ranks must use the same kernels.
     """
     if _is_interpreted():
         return "triton, interpreted"
@@ -140,7 +141,7 @@ _tried: dict[torch.device, Triton | None] = {}
 
 
 def _on_gpu(device: torch.device) -> Triton | None:
-    """Return the Triton kernels if a trial of them on ``device`` succeeds, otherwise None, also before a trial is possible.
+    """Return the Triton kernels if a trial of them on ``device`` succeeded; otherwise, or if a trial is not possible, None.
 
     A log message names the reason why a trial failed.
     """
@@ -152,7 +153,7 @@ def _on_gpu(device: torch.device) -> Triton | None:
             return None
         mode = torch.cuda.get_sync_debug_mode()
         if mode:
-            torch.cuda.set_sync_debug_mode(0)  # the test reads its result from the GPU
+            torch.cuda.set_sync_debug_mode(0)  # the trial reads its result from the GPU
         try:
             _tried[device] = _working_on(device, sample)
         finally:

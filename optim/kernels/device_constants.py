@@ -1,4 +1,4 @@
-"""Caches of small device tensors whose values come from the host. The copies do not synchronize with the host."""
+"""Caches of small device tensors whose values come from the host. Copying the values does not synchronize the host."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KEPT = 64
 class Constants:
     """Cache of 1-dim device tensors with constant values.
 
-    It holds the `KEPT` tensors that were used last, and all tensors that captured CUDA graphs read. Optimizer steps may
-    need different tensors, because different parameters may have gradients.
+    It holds the `KEPT` tensors that were used last, and all tensors that captured CUDA graphs read. A cache of one tensor
+    would not suffice, because other parameters may have gradients in other steps.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ class Tables:
     A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
     pinned memory, without host synchronization. Each CUDA stream has separate tables.
 
-    In the capture of a CUDA graph, a table is copied by the graph itself, from pinned memory that stays unchanged. This
-    memory is allocated in steps before the capture, because a capture can't allocate it. A capture raises RuntimeError
-    if the memory does not suffice.
+    A captured CUDA graph contains the copy of a table, from pinned memory that stays unchanged. This memory is allocated
+    in steps before the capture, because it can't be allocated during the capture. If it does not suffice, `of` and
+    `chunks_of` raise RuntimeError during the capture.
     """
 
     def __init__(self) -> None:
@@ -124,12 +124,7 @@ class Tables:
         return self._one(key, device, lambda: self._brought(torch.frombuffer(values, dtype=dtype), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
-        """Return the division of tensors into chunks of ``size`` elements.
-
-        Args:
-            numels: Number of elements per tensor.
-            size: Number of elements per chunk.
-            device: The device of the result.
+        """Return the division of tensors with these numbers of elements into chunks of ``size`` elements, on ``device``.
 
         Host synchronization: none.
         """

@@ -1,9 +1,9 @@
 """Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
-The kernels need one pass over memory where torch's kernels need two or more. For norms, gradients of the dtypes in
-`DTYPES` are converted to float64, and their powers are summed (for p = inf, the largest is found). An update reads the
-gradient in its own precision, multiplies it by a factor, updates parameter and optimizer states, and writes the
-half-precision copy of the parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters
+The kernels need one pass over memory where torch's kernels need two or more. For norms, elements of the dtypes in
+`DTYPES` are converted to float64, and their powers |x|^p are summed (for p = inf, the largest |x| is found). An update
+reads the gradient in its own precision, multiplies it by a factor, updates parameter and optimizer states, and writes
+the half-precision copy of the parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters
 (`rounding_noise`).
 
 The results are bitwise identical for all variants of the loops and all numbers of threads. The kernels don't increase
@@ -37,8 +37,8 @@ LINE = 64
 VARIANTS = ("avx512", "avx512 in turn", "avx2", "avx2 in turn", "plain", "plain in turn")
 """Variants of the loops, named after their instruction sets, the widest one first.
 
-Those "in turn" read one part of a tensor after the other for norms, and prefetch near in updates. The others read several
-parts at once, and prefetch far ahead. Which one is faster depends on the processor.
+For norms, variants "in turn" read one part of a tensor after the other; the others read several parts at once. Variants
+"in turn" prefetch memory near the current address, the others farther ahead. Which one is faster depends on the processor.
 """
 NO_MEMORY = "the kernels could not allocate memory for their tables"
 
@@ -80,7 +80,7 @@ class PointerColumns:
 
 
 class Native:
-    """The functions of the compiled library. All but `evict` return 0, or 1 if they could not allocate memory.
+    """The functions of the compiled library. `powers`, `means`, `update` and `round` return 1 if out of memory, else 0.
 
     Args:
         path: Path of the library.
@@ -90,7 +90,7 @@ class Native:
             Arguments: the number of tensors, the addresses of their address table and of their table of numels, the
             dtype (see `DTYPES`), p (see `NORM_TYPES`), the address of the result, and the number of threads.
         means: Writes the mean of |x|^p for p = 1 or 2 per 8 consecutive elements of each tensor; missing elements at the
-            end of a tensor count as zeros. Arguments as of `powers`; not for float64.
+            end of a tensor count as zeros. Arguments as in `powers`; not for float64.
         update: Updates parameters and optimizer states if ``found_inf`` is 0. Arguments: the `Kind`, the number of
             rows, the addresses of the columns fixed, grads, halves, rests and numels of a `PointerColumns`, the dtypes
             of gradients and half-precision copies (see `DTYPES`), the address of the hyper-parameters, the factor on
@@ -126,7 +126,7 @@ class Native:
         """Select a variant of the loops and return its name.
 
         Args:
-            variant: One of `VARIANTS`; None: the first one that this machine supports.
+            variant: One of `VARIANTS`. None: the first of them that this machine supports.
 
         Raises:
             ValueError: ``variant`` is unknown, or this machine does not support it.
@@ -149,15 +149,15 @@ class Native:
         return found
 
     def take_fastest(self, timed: Callable[[], float] | None = None, rounds: int = 5) -> Mapping[str, float]:
-        """Select the fastest supported variant, and return the least times of all in seconds, in the order of `VARIANTS`.
+        """Select the fastest supported variant, and return the shortest time of each in seconds, in order of `VARIANTS`.
 
         All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
-        the least time is selected, because smaller differences are random.
+        the shortest time is selected, because smaller differences are random.
 
         Args:
             timed: Returns the time of the selected variant. None (default): a `StepTimer`.
-            rounds: How often each variant is measured, in turn with the others. The least time counts. Default 5, which
-                takes some milliseconds.
+            rounds: Number of measurements of each variant, in turn with the others. Default 5, which takes some
+                milliseconds.
         """
         timed = StepTimer(self) if timed is None else timed
         times = dict.fromkeys(self.supported(), inf)
@@ -181,17 +181,17 @@ class Native:
 class StepTimer:
     """Measures a squared norm and an AdamW update of float32 elements on one thread.
 
-    A call returns the sum of both times in seconds. Before each of the two operations, it removes the tensors that the
-    operation reads from the caches, because a step usually reads tensors from main memory.
+    A call returns the sum of both times in seconds. Before each of the two operations, it removes the operation's tensors
+    from the CPU's caches, because a step usually reads tensors from main memory.
 
     Args:
         native: The kernels. A call measures the variant that is selected then.
-        numel: Number of elements. Default: the four tensors have 2 MiB.
+        numel: Number of elements per tensor. Default 2^17: the four tensors have 2 MiB together.
     """
 
     def __init__(self, native: Native, numel: int = 2**17) -> None:
         self._native, self._bytes = native, 4 * numel
-        # Plain memory instead of tensors: the caller may be within a mode of torch that replaces new tensors.
+        # Plain memory instead of tensors, because the caller may be in a torch mode that replaces new tensors.
         self._memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
         # Aligned like torch's tensors: vectors of unaligned tensors lie in two cache lines.
         self._tensors = [-(-address // LINE) * LINE for address, _ in map(array.buffer_info, self._memory)]
@@ -218,7 +218,7 @@ class StepTimer:
 
 def torchs_threads() -> int | None:
     """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; None if it is not found, as on macOS."""
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # finds symbols of the libraries it links, too
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # also finds symbols of libraries that it links
     parallel = getattr(ctypes.CDLL(str(torchs)), "GOMP_parallel", None) if torchs.exists() else None
     return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
@@ -226,7 +226,7 @@ def torchs_threads() -> int | None:
 def built() -> Native | None:
     """Return the library that was compiled at installation; None if there is none, or if its interface version differs.
 
-    If the version differs, a warning is logged.
+    If the version is not `INTERFACE`, a warning is logged.
     """
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
@@ -243,8 +243,8 @@ def built() -> Native | None:
 
 # Reference formulas of the updates ------------------------------------------------------------------------------------
 
-# They use torch operations, in the dtype of their arguments. Argument p is the parameter, g the gradient times a factor
-# (negative to maximize), and t the number of the step, counted from 1.
+# Tests compare the kernels with these formulas, which use torch operations in the dtype of their arguments. Argument p is
+# the parameter, g the gradient times a factor (negative to maximize), and t the number of the step, counted from 1.
 
 
 @dataclass(frozen=True)
@@ -283,12 +283,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """Formula of SGD as in torch.
+    """Formula of SGD. Optimizer state: the momentum buffer, initially zeros; none without momentum.
 
-    As in torch, the momentum buffer does not contain the learning rate, also with ``nesterov``.
-
-    Optimizer state: the momentum buffer, initially zeros; none without momentum. With ``dampening``, torch's first step
-    differs: torch starts the buffer with the undampened gradient.
+    As in torch, the momentum buffer does not contain the learning rate, also with ``nesterov``. With ``dampening``,
+    torch's first step differs: torch starts the buffer with the undampened gradient.
     """
 
     lr: float

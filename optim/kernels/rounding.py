@@ -18,19 +18,16 @@ from .native import NO_MEMORY, Native
 RoundContiguous = Callable[[Sequence[Tensor], Sequence[Tensor], "array[int]", "array[int]", int], None]
 """A function that rounds contiguous float32 sources into contiguous bfloat16 targets on one device.
 
-Arguments: targets, sources, keys of their noise, the number of each tensor among the tensors with its key, the step.
+Arguments: targets; sources; per tensor the key of its noise, and its number among the tensors with this key; the step.
 """
 
 
 @torch.no_grad()
 def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
-    """Round tensors with the Triton kernel or the C loop if `use_kernels` selects it, and return all other tensors.
+    """Round tensors with the Triton kernel or the C loop if it is chosen (`use_kernels`), and return all other tensors.
 
     Both draw the noise of `rounding_noise`. Element i of a tensor in row-major order has noise number i, whatever its
     strides.
-
-    Args:
-        everything: The pairs of targets and sources, with the keys of their noise.
 
     Raises:
         MemoryError: The C loop could not allocate memory.
@@ -75,7 +72,7 @@ def _round_group(group: Sequence[Drawn], step: int, round_contiguous: RoundConti
                 numbers.append(number)
     if not pairs:
         return
-    # contiguous tensors, because the kernels read and write memory linearly
+    # The kernels read and write memory linearly, so they need contiguous tensors.
     sources = [source.to(torch.float32).contiguous() for _, source in pairs]
     targets = [target for target, _ in pairs]
     direct = [target.is_contiguous() and type(target) in PLAIN for target in targets]

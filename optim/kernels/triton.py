@@ -51,7 +51,7 @@ class KernelLaunch:
 
 
 class Variant(NamedTuple):
-    """Compile-time arguments of `triton_kernels.update_chunks`: DECOUPLED, OPTION, GRAD and HALF."""
+    """Compile-time arguments DECOUPLED, OPTION, GRAD and HALF of `triton_kernels.update_chunks`."""
 
     decoupled: bool
     option: int
@@ -234,7 +234,7 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 
 
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
-    """Return the `triton_kernels.HYPER` numbers per param group for the kernels.
+    """Return one row of the kernels' argument ``hyper``: the `triton_kernels.HYPER` numbers of a param group.
 
     They are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and -1 if the
     optimizer maximizes, else 1.

@@ -423,8 +423,8 @@ INLINE void NAME(adam_strips)(float *restrict p, const char *restrict grad, floa
     if (copy_dtype != FLOAT32) NAME(written_half)(copy_dtype, p + i, copy + i, 0, n - i);
 }
 
-/* Adam of one block, with the conversions inside for the usual dtypes of gradients and copies. Returns 0, and changes nothing,
- * for other dtypes, for amsgrad, and without vector instructions. */
+/* Adam of one block that converts gradients and copies in registers, for the usual pairs of their dtypes. Returns 0, and changes
+ * nothing, for other dtypes, for amsgrad, and without vector instructions. */
 static int NAME(adam_converting)(const struct update *update, float *p, const char *grad, float *m, float *v, uint16_t *copy,
                                  int64_t n, float step, float root) {
 #if INSTRUCTIONS > 0
@@ -500,8 +500,8 @@ INLINE void NAME(philox)(wordsN words[4], uint64_t key) {
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-/* words[.][i]: those of the counter (first + i, number, step), for at least `n` counters. With vector instructions, also prefetch
- * elements that get their noise. */
+/* Write the four words of Philox for the counter (first + i, number, step) to words[0..3][i], for at least `n` counters. With
+ * vector instructions, also prefetch the elements that get this noise. */
 static void NAME(draw)(uint32_t words[restrict 4][ROW], int64_t first, const struct rounding *of, int n) {
 #if INSTRUCTIONS > 0
     const wordsN zeros = {0};

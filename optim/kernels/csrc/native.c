@@ -56,7 +56,7 @@ struct tensor {
     int64_t numel;
 };
 
-struct rounding { /* of one tensor */
+struct rounding { /* stochastic rounding of one tensor */
     const uint32_t *source; /* float32 */
     uint16_t *target;       /* bfloat16 */
     uint64_t key, number, step;
@@ -464,7 +464,8 @@ static void round_chunks(void *given, int64_t begin, int64_t end) {
 
 /* Round float32 `sources` to bfloat16 `targets`, with the noise of `rounding_noise.py`.
  *
- * keys, numbers: of the noise, one per tensor. Returns 1 if out of memory, else 0. */
+ * keys, numbers: for each tensor the key of its noise, and its number among the tensors with this key. Returns 1 if out of
+ * memory, else 0. */
 EXPORT int meshstep_round(int64_t tensors, const uint64_t *targets, const uint64_t *sources, const int64_t *numels,
                           const uint64_t *keys, const int64_t *numbers, uint64_t step, int threads) {
     int64_t elements, *first = first_chunks(tensors, numels, &elements);

@@ -123,20 +123,20 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
             return LaunchEnvironment("none")
         raise RuntimeError(
             f"{unknown[0]}={environ[unknown[0]]} is set by a launcher that is not supported. Set "
-            f"{', '.join(_NUMBERS['torchrun'])}, MASTER_ADDR and MASTER_PORT for each process, or pass launcher='none' to "
-            "run as one process"
+            f"{', '.join(_NUMBERS['torchrun'])}, MASTER_ADDR and MASTER_PORT for each process, or call "
+            "init_distributed(launcher='none') to run as one process"
         )
     in_job = [f"{name}={environ[name]}" for name in _NUMBERS["slurm"] if environ.get(name)]
     if "slurm" in launchers and in_job and not _has_step(environ):
         raise RuntimeError(
             f"this is a Slurm job ({', '.join(in_job)}), but srun did not start this process: "
             "SLURM_STEP_ID is not set. Write 'srun python ...' in the batch script, which starts one process per task; or "
-            "use torchrun; or pass launcher='none' to run as one process"
+            "use torchrun; or call init_distributed(launcher='none') to run as one process"
         )
     problems = "; ".join(f"{name} needs {', '.join(variables)}" for name, variables in missing.items())
     raise RuntimeError(
         f"the environment variables of a launcher are incomplete: {problems}. Set them, start the program with torchrun, "
-        "mpirun or srun, or pass launcher='none' to run as one process"
+        "mpirun or srun, or call init_distributed(launcher='none') to run as one process"
     )
 
 

@@ -407,7 +407,11 @@ class P:
         return self.with_dims(map(self.joint_dim_axes, range(len(self.entries))), partial=partial)
 
     def renamed(self, names: Mapping[str, str]) -> P:
-        """Return a copy of the spec with new axis names: ``names`` has them by old name. Other axes keep their names."""
+        """Return a copy of the spec with renamed axes.
+
+        Args:
+            names: New name per axis. Other axes keep their names.
+        """
         new = {axis: names.get(axis, axis) for axis in self.named_axes}
         blocks = dict(self.blocks)
 
@@ -503,7 +507,9 @@ class P:
     def holds(self, coordinate: Mapping[str, int], topology: Topology) -> bool:
         """Return True if the rank at ``coordinate`` holds the parameter.
 
-        ``coordinate`` has the rank's index per axis.
+        Args:
+            coordinate: Index per axis of the rank.
+            topology: Provides the sizes of the axes.
         """
         spec = self.resolve(topology)
         return owns(spec.owned, coordinate) and all(

@@ -328,12 +328,12 @@ def _chunk(length: int, over: Over) -> tuple[int, int]:
     """Return the lengths of two chunks of a dim that `torch.chunk` splits over the group: the first, and this rank's.
 
     Raises:
-        ValueError: ``over`` has several axes.
+        ValueError: ``over`` has no axis or several axes.
     """
     if len(over.axes) != 1:
         raise ValueError(
-            f"uneven shards are along {' x '.join(over.axes)}, but must be along one axis; call the function once per "
-            "axis: start with the slowest axis to split a tensor, and end with it to concatenate shards"
+            f"uneven shards are along {' x '.join(over.axes) or 'no axis'}, but must be along one axis; call the function "
+            "once per axis: start with the slowest axis to split a tensor, and end with it to concatenate shards"
         )
     chunk = -(-length // over.size)
     return chunk, max(min(chunk, length - over.rank * chunk), 0)

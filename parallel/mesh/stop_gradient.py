@@ -61,8 +61,8 @@ class ConstantRecord:
             return tensor
         if self._position >= len(self._values):
             raise ValueError(
-                f"the first forward called stop_gradient {len(self._values)} times, and a later one more often; call it "
-                "equally often in every forward"
+                f"the first forward called stop_gradient {len(self._values)} times, and a later forward called it more "
+                "often; call it equally often in every forward"
             )
         value, self._position = self._values[self._position], self._position + 1
         if value.shape != tensor.shape:

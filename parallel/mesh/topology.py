@@ -297,8 +297,8 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     if prod(map(len, found)) != len(wanted):
         raise ValueError(
             f"coordinates {sorted(index % size for index in where)} of the alias for "
-            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} are not all combinations of some coordinates of "
-            "each axis, as they must be; change the coordinates, or give the coordinates of each axis"
+            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} must be all combinations of some coordinates per "
+            "axis, but are not; change the coordinates, or write coordinates of these axes instead of the alias"
         )
     return list(zip(sizes, found, strict=True))
 

@@ -95,7 +95,7 @@ def test_axes_take_the_role_of_their_alias() -> None:
         ),
         (
             lambda: P(tied={"expert": (0, -1)}).validate(1, FOLDED, "w"),
-            r"\[0, 3\] of the alias for mid=2 x tensor=2 are not all combinations",
+            r"\[0, 3\] of the alias for mid=2 x tensor=2 must be all combinations",
         ),
     ],
 )

@@ -253,7 +253,7 @@ def test_error_names_missing_torchrun_variable(missing: str) -> None:
         (without(mvapich(0), "MV2_COMM_WORLD_SIZE"), r"mvapich needs MV2_COMM_WORLD_SIZE\."),
         (
             {"PMIX_RANK": "1"},
-            r"PMIX_RANK=1 is set by a launcher that is not supported.*Set RANK, .*or pass launcher='none'",
+            r"PMIX_RANK=1 is set by a launcher that is not supported.*Set RANK, .*call init_distributed\(launcher='none'\)",
         ),
         ({"PALS_RANKID": "0"}, "PALS_RANKID=0"),
         # A batch script, or a shell of salloc, that starts Python without srun

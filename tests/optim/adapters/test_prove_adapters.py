@@ -101,7 +101,9 @@ def test_stop_gradient_returns_first_forward_values_in_prove_and_detaches_otherw
 def test_prove_rejects_forward_with_more_stop_gradient_calls_than_first() -> None:
     registry = ProcessGroupRegistry(Topology())
     counts = iter([1, *[2] * 100])
-    with pytest.raises(ValueError, match="the first forward called stop_gradient 1 times, and a later one more often"):
+    with pytest.raises(
+        ValueError, match="the first forward called stop_gradient 1 times, and a later forward called it more"
+    ):
         prove(Scaled(lambda: next(counts)), lambda model: model(), registry)
 
 

@@ -100,7 +100,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def add_steps(parser: argparse._ActionsContainer, steps: int | None) -> None:
-    """Add ``--steps``, with the default ``steps``. None: as many steps as ``--epochs`` have."""
+    """Add ``--steps``, with the default ``steps``. None: the number of steps of ``--epochs`` epochs."""
     default = "as many as --epochs have" if steps is None else "%(default)s"
     parser.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"training steps (default: {default})")
 

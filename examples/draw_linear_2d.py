@@ -103,8 +103,8 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
 
 # The drawing ----------------------------------------------------------------------------------------------------------
 
-MARGIN, PANEL, GAP = 36, 212, 26  # panels side by side
-CARD, BETWEEN = (88, 96), 22  # a rank's card, and the gap between cards
+MARGIN, PANEL, GAP = 36, 212, 26  # margin of the picture, width of a panel, and gap between panels
+CARD, BETWEEN = (88, 96), 22  # size of a rank's card, and gap between cards
 HEAD, BODY = 136, 256  # top and height of the grid
 COLOURS = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a")
 STYLE = """

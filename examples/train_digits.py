@@ -86,7 +86,8 @@ class Split:
         parts = registry.topology.size(*self.batch_axes)
         if TEST_SAMPLES % parts:
             raise ValueError(
-                f"the {TEST_SAMPLES} test samples don't divide over {' x '.join(self.batch_axes)}, {parts}"
+                f"the {TEST_SAMPLES} test samples don't divide over {' x '.join(self.batch_axes)}={parts}; choose sizes "
+                f"whose product divides {TEST_SAMPLES}"
             )
 
     def local(self, batch: Samples) -> Samples:

@@ -118,7 +118,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         help="compare the gradient norm of every step with that of the dense model, which computes all experts for all "
         "tokens; in float64, in which both choose the same experts",
     )
-    parser.set_defaults(cuda_graph=False, micro_batches=None)  # the host reads the number of tokens per expert
+    parser.set_defaults(cuda_graph=False, micro_batches=None)  # no CUDA graph: the host reads token counts
     options = parser.read(processes, arguments)
     options.float64 = options.float64 or options.verify
     if options.float64 and options.precision != "fp32":

@@ -35,7 +35,10 @@ class Attention(nn.Module):
         self.sequence = SplitSequence(registry)
         axes = ("tensor", *self.sequence.axes)
         if heads % registry.size(*axes):
-            raise ValueError(f"{heads} attention heads don't divide over {' x '.join(axes)}={registry.size(*axes)}")
+            raise ValueError(
+                f"{heads} attention heads don't divide over {' x '.join(axes)}={registry.size(*axes)}; change --heads or "
+                "the size of an axis"
+            )
         self.head_width = width // heads
         self.qkv = ColumnParallelLinear(width, 3 * width, registry, bias=False)
         self.out = RowParallelLinear(width, width, registry)

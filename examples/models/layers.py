@@ -210,7 +210,9 @@ def summed_positions(full: Tensor, family: Layers2D | Layers3D) -> nn.Parameter:
 def check_divides(heads: int, axis: str, registry: ProcessGroupRegistry) -> None:
     """Raise ValueError if the attention heads do not divide over an axis."""
     if heads % registry.size(axis):
-        raise ValueError(f"{heads} attention heads don't divide over {axis}={registry.size(axis)}")
+        raise ValueError(
+            f"{heads} attention heads don't divide over {axis}={registry.size(axis)}; change --heads or this size"
+        )
 
 
 def layers_for(registry: ProcessGroupRegistry) -> DenseLayers:

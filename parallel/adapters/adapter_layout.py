@@ -81,13 +81,13 @@ class AroundBase(nn.Module):
 
 
 def elements_at(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
-    """Return a copy of the elements of a tensor in ``spans`` along ``dim``, concatenated."""
+    """Return a copy of the elements of ``tensor`` in the (offset, length) ``spans`` along ``dim``, concatenated."""
     return torch.cat([tensor.narrow(dim, offset, length) for offset, length in spans], dim)
 
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """The specs of an adapter's factors, and the collectives of its forward on a replicated base layer.
+    """Layout of an adapter on a replicated base layer: the specs of its factors, and the collectives of its forward.
 
     Subclasses are for sharded base layers.
 
@@ -200,7 +200,7 @@ class AdapterLayout:
 
 @dataclass(frozen=True)
 class ColumnLayout(AdapterLayout):
-    """The layout for a base layer whose output features are sharded over ``axes``.
+    """Layout of an adapter on a base layer whose output features are sharded over ``axes``.
 
     Args:
         axes: The axes.
@@ -236,7 +236,7 @@ class ColumnLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class RowLayout(AdapterLayout):
-    """The layout for a base layer whose input features, or whose vocabulary, are sharded over ``axes``.
+    """Layout of an adapter on a base layer whose input features, or whose vocabulary, are sharded over ``axes``.
 
     Args:
         axes: The axes.
@@ -288,7 +288,7 @@ class RowLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class GridLayout(AdapterLayout):
-    """The layout of an adapter for `Linear2D`, `Classifier2D` or `Embedding2D`.
+    """Layout of an adapter on a `Linear2D`, `Classifier2D` or `Embedding2D`.
 
     The layer's batch is sharded over the axis ``row``, its features over ``col``.
     """
@@ -350,7 +350,7 @@ class GridLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class CubeLayout(AdapterLayout):
-    """The layout of an adapter for a `Linear3D`, with the mesh axes of the layer: `input`, `weight` and `output`."""
+    """Layout of an adapter on a `Linear3D`, with the mesh axes of the layer: ``input``, ``weight`` and ``output``."""
 
     input: str = "input"
     weight: str = "weight"
@@ -406,7 +406,7 @@ def layout_of(
     expert_axes: str | Axes = (),
     name: str = "the base layer",
 ) -> AdapterLayout:
-    """Return the layout of an adapter beside a linear layer or an embedding.
+    """Return the layout of an adapter on a linear layer or an embedding.
 
     Args:
         base: The layer. Its weight is declared, or it is a DTensor, or the mesh has one rank.

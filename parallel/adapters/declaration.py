@@ -271,7 +271,7 @@ def derived_specs(model: nn.Module) -> dict[str, P]:
 
 @contextmanager
 def constant_norms(model: nn.Module) -> Iterator[None]:
-    """Context manager in which PEFT's DoRA layers pass the norm of their weight through `stop_gradient`."""
+    """Context manager in which PEFT's DoRA layers pass the norm of their weight through `stop_gradient`, for `prove`."""
     layers = [module for module in model.modules() if callable(getattr(module, "get_weight_norm", None))]
     for layer in layers:
         vars(layer)["get_weight_norm"] = _constant(layer.get_weight_norm)

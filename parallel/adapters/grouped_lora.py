@@ -36,7 +36,7 @@ from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at,
 
 @dataclass(frozen=True)
 class GroupedLayout(AdapterLayout):
-    """The layout of the factors of several experts: A [experts, r, in] and B [experts, out, r].
+    """Layout of the adapters of a parameter of several experts: A [experts, r, in] and B [experts, out, r].
 
     Args:
         experts: Number of experts in the full parameter.
@@ -49,7 +49,7 @@ class GroupedLayout(AdapterLayout):
 
 
 class GroupedLoRA(AroundBase):
-    """A module of several experts, some parameters of which have a low-rank adapter per expert.
+    """Module of several experts with a low-rank adapter per expert for some of its parameters.
 
     During the forward of the module, the expert e computes with ``weight[e] + scaling * B[e] @ A[e]``. The base module is
     frozen. Its parameters may be sharded over any axes, along any of their three dims, as declared parameters or DTensors.

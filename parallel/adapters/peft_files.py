@@ -150,7 +150,8 @@ def load_adapter(
         ModuleNotFoundError: The package safetensors is not installed.
         FileNotFoundError: A file is missing. Ranks that have the files raise RuntimeError.
         ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; an
-            adapter is merged; or as in `save_adapter`. The model is unchanged in this case.
+            adapter is merged; or as in `save_adapter`. The model is unchanged in this case. If the topology has pipeline
+            axes, layers that only the file has are no error.
     Collectives: an object all-gather over the world, and another one if the registry is derived from the model.
     Host synchronization: yes.
     """
@@ -371,7 +372,7 @@ def _part_of(
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the union of the tensors of all stages.
+    """Return the union of the tensors of all pipeline stages.
 
     Raises:
         ValueError: Two stages have different tensors of the same name.

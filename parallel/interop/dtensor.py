@@ -99,6 +99,9 @@ def label(tensor: DTensor) -> str:
 
 # Attributes of DTensors -----------------------------------------------------------------------------------------------
 
+# On a DTensor: its local parameter (_LOCAL), topology and result of its last `check_mesh` (_MATCHED), and its version
+# counter at the last `follow_version` (_VERSION). On a local parameter: the local tensor, annotation, DTensorSpec and
+# memory address from which it was made or updated (_SOURCE), and the axes of `settle_sums` (_SUMS).
 _LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS = (
     f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums")
 )

@@ -147,7 +147,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
         return _view([*model.parameters()], fully_shard_meshes(model))
 
     if not is_module and not dist.is_initialized():
-        view()  # raises; otherwise every rank must reach the gather first
+        view()  # raises TypeError here; with process groups the gather raises it, so that no other rank waits
     registry = _infer(view)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:

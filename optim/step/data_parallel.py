@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.capture import is_captured
-from ...parallel.interop.local_parameters import has_dtensors
+from ...parallel.interop.local_parameters import has_aborted_backward, has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import is_whole
@@ -306,7 +306,6 @@ class TorchGradSync(GradSyncController):
         "data axes itself"
     )
     """Second part of an error that is raised if float32 gradients are needed and `float32_grads` is False."""
-    _is_broken = False
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
@@ -334,18 +333,14 @@ class TorchGradSync(GradSyncController):
             RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then no longer reduce
                 all gradients.
         """
-        if self._is_broken:
+        if not self.is_ddp and any(map(has_aborted_backward, self.modules)):
             raise RuntimeError(
-                "an earlier backward raised within a fully_shard module, and torch no longer reduces the gradients of such "
-                "a module: build the model and the optimizer again, and load a checkpoint"
+                "an earlier backward raised within a fully_shard module, and torch no longer reduces all gradients of such "
+                "a module: call reset_iter_state() of the root module (torch 2.14 or later) and optimizer.zero_grad() on "
+                "every rank; or build the model and the optimizer again, and load a checkpoint"
             )
-        try:
-            with super().micro_batch(window):
-                yield
-        except BaseException:
-            # In a `with optimizer.window()` block, a forward may have raised, which does no harm.
-            self._is_broken = not self.is_ddp and not window.several
-            raise
+        with super().micro_batch(window):
+            yield
 
     def not_captured(self) -> str | None:
         module = type(self.modules[0]).__name__

@@ -48,6 +48,16 @@ def _param_groups(module: Any) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
+def has_aborted_backward(module: Any) -> bool:
+    """Return True if the last backward through a `fully_shard` module raised. Call it outside of a backward.
+
+    torch then reduces only some of the gradients in later backwards, until ``module.reset_iter_state()`` is called, which
+    torch 2.14 introduced. torch has no public function for this question.
+    """
+    state: Any = module._get_fsdp_state()
+    return bool(state._state_ctx.post_backward_final_callback_queued)
+
+
 def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
     """Return the distinct device meshes over which the `fully_shard` modules within ``model`` average gradients."""
     groups = [group for module in fully_sharded(model) for group in _param_groups(module)]

@@ -22,14 +22,14 @@ from ..step.first_window_checks import check_in_first_window
 def take_over_clipping(driver: Any, optimizer: Any) -> None:
     """Replace the clipping methods of accelerate, or of a `Trainer`, by the clipping of ``optimizer``.
 
-        take_over_clipping(trainer, optimizer)  # max_grad_norm= of its arguments is the threshold
+        take_over_clipping(trainer, optimizer)  # the threshold is TrainingArguments(max_grad_norm=...)
         take_over_clipping(accelerator, optimizer)  # after prepare; then call accelerator.clip_grad_norm_(...) as usual
 
     accelerate's own norm is wrong for sharded models. The new ``accelerator.clip_grad_norm_`` calls
-    `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of all parameters of the optimizer,
+    `ParallelOptimizer.clip_grad_by_norm`: it reduces and measures the gradients of all parameters of the optimizer,
     clips them in place, and returns the global norm before clipping, 0-dim. The Trainer logs this norm. The threshold
-    of the call is used instead of the optimizer's ``max_norm=``. If the threshold is ``inf``, the optimizer's
-    ``max_norm=`` is used: a Trainer without ``max_grad_norm`` passes ``inf`` to measure the norm. The new
+    of the call is used instead of the optimizer's ``max_norm=``. If the threshold is ``inf``, which a Trainer without
+    ``max_grad_norm`` passes to measure the norm, the optimizer's ``max_norm=`` is used. The new
     ``accelerator.clip_grad_value_`` calls `ParallelOptimizer.clip_grad_by_value`.
 
     Args:
@@ -37,7 +37,7 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
         optimizer: The `ParallelOptimizer`, or the wrapper that accelerate created for it.
 
     Raises:
-        TypeError: On every rank: ``driver`` is no accelerator or Trainer. On this rank: ``optimizer`` is no
+        TypeError: On every rank: ``driver`` is neither an accelerator nor a Trainer. On this rank: ``optimizer`` is not a
             `ParallelOptimizer`.
         ValueError: On every rank: accelerate has its own loss scale (``mixed_precision="fp16"``), the optimizer manages
             accumulation windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model.
@@ -99,12 +99,8 @@ def _clip_value(
 
 
 def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
-    """Check a call of a clipping method. Before the first step, an error is raised on every rank.
+    """Check a call of a clipping method with ``parameters``. Before the first step, an error is raised on every rank.
 
-    Args:
-        accelerator: The accelerator.
-        optimizer: The optimizer.
-        parameters: The parameters that were passed to the clipping method.
     Raises:
         ValueError: ``parameters`` lacks parameters of the optimizer. Before the first step also: a
             `DistributedDataParallel` contains a sharded model.
@@ -139,7 +135,7 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
     """Raise ValueError if a `DistributedDataParallel` contains a parameter of which its ranks hold different shards.
 
-    The check searches the process for wrappers, because accelerate does not report which models it wrapped.
+    Searches all objects of the process for wrappers, because accelerate does not report which models it wrapped.
     """
     found = find_misplaced_ddp(optimizer.transforms.params, optimizer.model_plan.entries, optimizer.registry)
     if found is not None:
@@ -154,9 +150,9 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
 # Detection of accelerate, or of a Transformers `Trainer`, that clips the gradients itself -----------------------------
 
 # accelerate computes its norm from gradients that may not be reduced yet, or from one rank's shards only, and clips
-# before the optimizer does. To detect this, all objects of the process are searched for Trainers and accelerate's
-# wrappers of optimizers in the first accumulation window. The stack frames are not searched, because in Python 3.10 to
-# 3.12 reading a frame's variables keeps them alive, including the user's first batch and logits.
+# before the optimizer does. To detect this, the first step searches all objects of the process for Trainers and
+# accelerate's wrappers of optimizers. Stack frames are not searched, because in Python 3.10 to 3.12 reading a frame's
+# variables keeps them alive, including the user's first batch and logits.
 
 _TAKEN: WeakSet[object] = WeakSet()
 TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
@@ -178,13 +174,12 @@ def innermost(optimizer: Any) -> Any:
 def wrong_around(param_groups: object) -> str | None:
     """Return an error text if accelerate or a `Trainer` may clip an optimizer's gradients by its own norm, else None.
 
-    A Trainer with ``max_grad_norm`` clips. accelerate without a Trainer counts as clipping if it wraps the optimizer.
-    After `take_over_clipping` the result is None.
+    A Trainer clips if it has ``max_grad_norm``. accelerate without a Trainer counts as clipping if it wraps the
+    optimizer. After `take_over_clipping` the result is None.
 
     Args:
         param_groups: The optimizer's list of param groups. Wrappers share this list object, so it identifies the
             optimizer.
-    Collectives: none. Host synchronization: none.
     """
     trainer_kind = loaded_class("transformers.trainer", "Trainer")
     optimizer_kind = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")

@@ -122,7 +122,7 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """Return the loss function or module ``criterion`` prepared for the precision mode; None if it is None.
+    """Return the loss function or module ``criterion``, prepared for the precision mode; None if it is None.
 
     A module is moved to the registry's device if this is a CUDA device.
     """
@@ -147,7 +147,7 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
     samples. A `DistributedSampler` is always checked. Another sampler is only checked if there are several data
     coordinates, and if it and the batch sampler are of torch's own classes; the orders of ranks with the same data
-    coordinate are not compared. A `ShardedDataLoader`, and any object that is no torch DataLoader, is not checked.
+    coordinate are not compared. A `ShardedDataLoader`, and any object that is not a torch DataLoader, is not checked.
     """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
@@ -169,9 +169,9 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
 
 
 def first_samples(loader: Any) -> str | None:
-    """Return a hash of the first four samples of a DataLoader's IterableDataset, which are read from the dataset.
+    """Read the first four samples of a DataLoader's IterableDataset, and return a hash of them.
 
-    Return None if ``loader`` is no DataLoader of an IterableDataset, or if the samples can't be read or pickled.
+    Return None if ``loader`` is not a DataLoader of an IterableDataset, or if the samples can't be read or pickled.
     """
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(dataset, IterableDataset):
@@ -225,7 +225,7 @@ def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model is in `DistributedDataParallel`, or was sharded by `fully_shard`."""
+    """Raise ValueError if ``model`` contains a `DistributedDataParallel`, or a module sharded by `fully_shard`."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
             raise ValueError(
@@ -239,8 +239,8 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or is already a `ParallelOptimizer`.
-        ValueError: A parameter of the optimizer is not in the model, a trainable parameter has no declared layout on a
-            mesh with model axes, or the model can't be moved to the registry's device.
+        ValueError: A parameter of the optimizer is not in the model, a trainable parameter of the model has no declared
+            layout on a mesh with model axes, or the model can't be moved to the registry's device.
     """
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, which boost wraps")
@@ -412,13 +412,14 @@ class Booster(Saving, Generic[Stats_co]):
                 "zero2"   as "zero1", and gradients are sharded too, during backward
                 "fsdp"    torch's fully_shard shards parameters, gradients and states, and averages the gradients
 
-        max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None: no
-            clipping, except by the optimizer's ``clip_grad_by_norm`` and ``clip_grad_by_value``. Default: None.
+        max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None (default):
+            no clipping, except by the optimizer's ``clip_grad_by_norm`` and ``clip_grad_by_value``.
         accumulation_steps: Number of micro-batches per optimizer step. With n > 1, call the optimizer's `step` after
             every micro-batch; it updates the weights in every n-th call. Default 1: each call of `step` updates the
-            weights, with the gradients of all micro-batches since the previous step (of one with ``sum_order="fixed"``).
+            weights, with the sum of the gradients of all micro-batches since the previous step. With
+            ``sum_order="fixed"`` only one micro-batch per step is allowed then.
         **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``. With
-            "zero1" and "zero2", ``compression`` also applies to the sharded gradients.
+            "zero1" and "zero2", ``compression`` also applies to the reduce-scatters of `Sharded`.
 
     Raises:
         ValueError: The precision mode does not exist, ``data_parallel`` is unknown or not possible on the mesh, or an
@@ -472,11 +473,9 @@ class Booster(Saving, Generic[Stats_co]):
     def _check_arguments(
         self, mixed_precision: Mode | Precision, max_norm: ClipSpec, accumulation_steps: int, options: dict[str, Any]
     ) -> tuple[Precision, int | None]:
-        """Return the precision object and the ``accumulation_steps`` of `ParallelOptimizer`. Collectives: none.
+        """Return the precision object and the ``accumulation_steps`` of `ParallelOptimizer`. Raises as the constructor.
 
         Replaces deprecated options in ``options``.
-
-        Raises: As the constructor.
         """
         precision = precision_of(mixed_precision, "mixed_precision")
         check_data_parallel(self.data_parallel, self.registry)
@@ -489,8 +488,8 @@ class Booster(Saving, Generic[Stats_co]):
                 "optimizer itself averages gradients; leave one of them out"
             )
         clip_of(max_norm)
-        # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`. With None it accumulates, which
-        # the fixed order does not support.
+        # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`; with None, gradients of several
+        # backwards add up. sum_order="fixed" does not support None.
         may_add = Window(accumulation_steps).steps == 1 and options.get("sum_order") != "fixed"
         return precision, None if may_add else accumulation_steps
 
@@ -603,10 +602,7 @@ class Booster(Saving, Generic[Stats_co]):
         """Raise ValueError or TypeError if the objects that the user passed to `boost` don't fit together.
 
         Returns:
-            Texts that must be equal on all ranks, by name, and a hash of the first samples of an IterableDataset; None
-            if there is none, or if they can't be read.
-
-        Collectives: none.
+            Texts that must be equal on all ranks, by name, and the result of `first_samples`.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}; give the nn.Module, or a schedule of its stages")
@@ -674,8 +670,8 @@ class Booster(Saving, Generic[Stats_co]):
             **kwargs: Arguments of ``loss.backward``.
 
         Raises:
-            TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is not a tensor, or the weight is neither a
-                number nor a 0-dim tensor.
+            TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is neither a tensor nor None, or the weight is
+                neither a number nor a 0-dim tensor.
             ValueError, RuntimeError: As in `ParallelOptimizer.backward`.
         """
         if not isinstance(optimizer, ParallelOptimizer):

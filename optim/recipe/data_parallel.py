@@ -40,13 +40,13 @@ def check_data_parallel(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise ValueError if a kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
+    """Raise ValueError if the kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
 
     Args:
         mode: The kind of data parallelism. None: `ParallelOptimizer.step` averages the gradients, which is always
             possible.
         registry: The process groups.
-        model: The model to check. None (default): only the mesh is checked.
+        model: The model to check. None (default): no model is checked.
         optimizer: The optimizer to check. None (default): no optimizer is checked.
     """
     topology = registry.topology
@@ -105,13 +105,15 @@ def wrap(
 ) -> list[nn.Module]:
     """Apply data parallelism to the modules, and return them: wrapped for "ddp", changed in place for "fsdp".
 
+    For other modes, and with a single data rank, they are returned unchanged.
+
     Args:
         parts: The model, or this rank's pipeline stages. With "ddp", modules without trainable parameters are not
             wrapped.
         optimizer: The optimizer of the modules' parameters. With "fsdp", the new parameters replace the old parameters
             in its param groups. None: there is no optimizer.
-        registry: The process groups. With a single data coordinate, the modules are returned unchanged.
-        mode: The kind of data parallelism. For "zero1", "zero2" and None, the modules are returned unchanged.
+        registry: The process groups.
+        mode: The kind of data parallelism.
     """
     if data_size(registry) == 1:
         return list(parts)
@@ -154,7 +156,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model: the items of its outermost ModuleLists and Sequentials that contain other modules."""
+    """Yield the blocks of a model: the items, with submodules, of its outermost ModuleLists and Sequentials."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -164,7 +166,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a parameter of their own whose dtype is not that of most elements of the model.
+    """Return the modules that directly have a parameter of another dtype than most elements of the model.
 
     They are sharded separately, because `fully_shard` needs one dtype per sharded module.
     """
@@ -204,18 +206,17 @@ def optimizer_options(
 
 @torch.no_grad()
 def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Broadcast the parameters and buffers of data coordinate 0 to all replicas.
+    """Broadcast the parameters and buffers from the ranks with data coordinate 0 to their replicas. Call it on every rank.
 
         broadcast_weights(model, registry)
 
-    A tensor whose spec names data axes, such as a shard over one, is broadcast over the other data axes only.
+    A tensor whose spec names a data axis, such as a shard over this axis, is broadcast over the other data axes only.
 
     Args:
         model: The model; changed in place.
         registry: The process groups.
 
-    Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data
-        coordinate.
+    Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data rank.
     Host synchronization: yes, if tensors are on another device than the registry's.
     """
     topology = registry.topology
@@ -231,15 +232,15 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
-        forget_rounded()  # frees the cached 8-bit values of the overwritten weights
+        forget_rounded()  # the cached 8-bit values are those of the overwritten weights
 
 
 # `align_replicas` is for replicas that have diverged.
 #
 # An all-reduce gives bitwise identical gradients to all ranks. But some gradients are computed separately on every
 # rank, such as the gradients of a layer norm that is replicated over a tensor axis. They are bitwise identical only if
-# all kernels are deterministic. GPU kernels with atomic additions are not deterministic: the last bits of the gradients
-# differ. Adam turns a tiny gradient into a full-size update, so the replicas slowly diverge.
+# all kernels are deterministic. With GPU kernels that add atomically, the last bits of the gradients differ. Adam turns
+# a tiny gradient into a full-size update, so the replicas slowly diverge.
 # ``torch.use_deterministic_algorithms(True)`` avoids such kernels, but may make training slower. Aligning replicas
 # every few hundred steps is cheaper.
 #
@@ -247,7 +248,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
 
 class _BroadcastKind(NamedTuple):
-    """Key of tensors that are broadcast together: the ranks that hold replicas of the tensors, and the tensors' layout."""
+    """A key of tensors that are broadcast together: the ranks that hold replicas of them, and their layout."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -259,7 +260,7 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
 
     Master weights are broadcast too, and the results are written to the model. Call it on every rank between two steps,
     about every few hundred steps. Tensors without replicas, frozen parameters, and the states "step", "mu", "mu_product"
-    and "eta", which are one number per parameter, are unchanged.
+    and "eta" (torch's states with one number per parameter) stay unchanged.
 
         if step % 200 == 0:
             align_replicas(optimizer)
@@ -269,8 +270,8 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
 
     Raises:
         ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step
-            different numbers of replicated parameters; nothing is changed.
-        TypeError: On this rank: ``optimizer`` is no `ParallelOptimizer`.
+            different numbers of replicated parameters. Nothing is changed.
+        TypeError: On this rank: ``optimizer`` is not a `ParallelOptimizer`.
 
     Collectives: an object all-gather, one broadcast per 32 MiB of tensors with the same layout, and the collectives by
         which `Sharded` writes weights to the model.
@@ -312,8 +313,8 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
     have different names on different ranks.
 
     Args:
-        descriptions: One text per tensor that this rank steps and that has replicas: "<parameter>: <names, shapes and
-            dtypes>", by the key of the broadcast.
+        descriptions: By the key of the broadcast, one text per stepped tensor of this rank that has replicas:
+            "<parameter>: <names, shapes and dtypes of the tensor and its states>".
         registry: The process groups.
     Collectives: an object all-gather.
     """
@@ -325,8 +326,8 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
             for mine, other in zip(own, others, strict=False):
                 if mine.partition(": ")[2] != other.partition(": ")[2]:
                     raise ValueError(
-                        f"replicas can't be aligned: they have {mine} on rank {rank}, but {other} on rank {first}, because "
-                        "only one was stepped; load a checkpoint, so that both have the same optimizer states"
+                        f"replicas can't be aligned: they have {mine} on rank {rank}, but {other} on rank {first}; perhaps "
+                        "only one was stepped. Load a checkpoint, so that both have the same optimizer states"
                     )
             if len(own) != len(others):
                 raise ValueError(
@@ -341,7 +342,7 @@ def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessG
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        # ``dense`` is a copy only if the tensor is not contiguous, or if it is a conjugate or negative view
+        # `dense` is a copy only if the tensor is not contiguous, or if it is lazily conjugated or negated.
         dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
@@ -364,7 +365,8 @@ def _broadcast(
 
     Args:
         parts: 1-dim uint8 views of tensors, on any devices.
-        copied: (tensor, contiguous copy) pairs. The copies, of which ``parts`` are views, are written to the tensors.
+        copied: (tensor, contiguous copy) pairs. The copies, which received their bytes through ``parts``, are written to
+            the tensors.
         ranks: The ranks of the broadcast.
         registry: The process groups.
     """

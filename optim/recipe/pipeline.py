@@ -10,9 +10,9 @@
 The schedule calls backward itself. With ``scale_grads=True``, torch then divides each stage's gradients by the number
 of micro-batches. This division is wrong in three cases:
 
-* A parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
-* Gradients of an earlier call in the same accumulation window are divided again.
-* Gradients that were already reduced are not divided.
+* The gradient of a parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
+* Gradients of an earlier call in the same accumulation window (since the last step) are divided again.
+* Gradients that were reduced over ranks before the division are not divided.
 
 So `Pipeline` turns ``scale_grads`` off, and divides each loss by the number of micro-batches before its backward.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Runs forward and backward of a pipeline schedule within the optimizer's accumulation window.
+    """Runs forward and backward of a pipeline schedule, with the loss scale and gradient reduction of the optimizer.
 
         pipeline = Pipeline(schedule, optimizer)
         loss = pipeline.backward(inputs, target=targets)    # on every rank; None except on the last stage
@@ -51,7 +51,7 @@ class Pipeline:
     The schedule's loss function is prepared for the precision mode. If the schedule was created with
     ``scale_grads=True``, torch's default, the loss function must return the mean over a micro-batch. The loss of a call
     of `backward` is then the mean over all micro-batches. With ``scale_grads=False``, the loss function must return a
-    sum. Then pass the number by which the sum is divided to `backward` as ``weight=``.
+    sum. Then pass `backward` the number by which the sum is divided, as ``weight=``.
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining` with a ``loss_fn``. Its loss function and ``scale_grads``
@@ -64,7 +64,7 @@ class Pipeline:
 
     Raises:
         TypeError: On every rank: ``schedule`` is not a schedule of `torch.distributed.pipelining`. On this rank:
-            ``optimizer`` is no `ParallelOptimizer`.
+            ``optimizer`` is not a `ParallelOptimizer`.
         ValueError: On every rank: the schedule has no loss function, or its stages don't communicate over the mesh's
             pipeline axes. Or a stage of a zero-bubble schedule is in `DistributedDataParallel`, which would never
             average the gradients of weights.
@@ -87,7 +87,7 @@ class Pipeline:
         self._loss = _Loss.of(schedule, optimizer)
         if _computes_in_two(schedule):
             _keep_whole(self.modules)
-        # torch has no public way to change an existing schedule
+        # torch has no public way to change these attributes of an existing schedule.
         schedule._loss_fn, schedule.scale_grads = self._loss, False
 
     def backward(
@@ -95,7 +95,7 @@ class Pipeline:
     ) -> Tensor | None:
         """Run forward and backward of all micro-batches of the schedule, and return the loss on the last stage.
 
-        For the optimizer's accumulation window, a call counts as one micro-batch. Every rank must call it. Ranks with
+        For ``accumulation_steps`` of the optimizer, a call counts as one micro-batch. Every rank must call it. Ranks with
         the same data coordinate must pass the same samples. Only the first stage uses ``args``, and only the last stage
         uses ``target``. `DistributedDataParallel` and `fully_shard` reduce gradients at the end of every call.
 
@@ -103,7 +103,7 @@ class Pipeline:
             *args, **kwargs: Arguments of the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
             target: Second argument of the loss function, split in the same way. Default: None.
             weight: The number of items, such as tokens, whose losses are summed. Only with ``scale_grads=False``. 0: the
-                call adds nothing to the gradients. None (default): there is no weight.
+                call adds nothing to the gradients. None (default): the sum is not divided.
         Returns:
             On ranks of the last stage, the mean of the micro-batches' unscaled losses, or their sum with
                 ``scale_grads=False``: 0-dim, detached. None on other ranks.
@@ -188,10 +188,10 @@ class Pipeline:
 
 
 class _Loss:
-    """Replacement of a schedule's loss function, which returns scaled losses for backward.
+    """A wrapper of a schedule's loss function that scales losses for backward.
 
-    A loss is multiplied by the loss scale. With ``scale_grads=True``, it is also divided by the number of
-    micro-batches. In an evaluation, the loss is returned unchanged.
+    A loss is multiplied by the loss scale. If the schedule was created with ``scale_grads=True``, the loss is also
+    divided by the number of micro-batches. In an evaluation, the loss is returned unchanged.
 
     Attributes:
         given: (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
@@ -207,7 +207,8 @@ class _Loss:
         given: Any = schedule._loss_fn
         if not isinstance(given, _Loss):
             return cls(optimizer.precision.prepare_criterion(given), schedule, optimizer)
-        # The loss function was wrapped for an earlier optimizer: wrap the user's criterion again.
+        # The loss function was wrapped for an earlier optimizer: wrap the function inside, which is already prepared for
+        # the precision mode of that optimizer.
         new = cls(given.criterion, schedule, optimizer)
         new.is_mean = given.is_mean
         return new
@@ -225,8 +226,7 @@ class _Loss:
     def total(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the mean, or with ``scale_grads=False`` the sum, of the unscaled losses of a call.
 
-        Args:
-            losses: The losses that this object returned to the schedule.
+        ``losses`` are the losses that this object returned to the schedule.
         """
         plain = torch.stack([self.given[id(loss)][1] if id(loss) in self.given else loss.detach() for loss in losses])
         return plain.mean() if self.is_mean else plain.sum()
@@ -263,7 +263,7 @@ def check_pipeline(
         raise ValueError(f"{kind} is given without an optimizer; give one, or call {kind}.eval() to evaluate only")
     if data_parallel == "ddp":
         raise ValueError(
-            "data_parallel='ddp' would wrap the stages, but the schedule already contains them without wrapper; give "
+            "data_parallel='ddp' would wrap the stages, but the schedule already refers to the unwrapped stages; give "
             "None, 'zero1', 'zero2' or 'fsdp'"
         )
     _check_ddp(schedule)
@@ -329,8 +329,8 @@ def _is_forward(action: Any) -> bool:
 def _keep_whole(modules: Sequence[nn.Module]) -> None:
     """Set ``reshard_after_forward`` to False in modules that `fully_shard` sharded, so that gathered weights are kept.
 
-    Otherwise, the forward of another micro-batch could reshard the weights between the gradients of inputs and the
-    gradients of weights. torch would then store the gradients of weights where `fully_shard` never reads them.
+    Otherwise, the forward of another micro-batch could reshard the weights after the gradients of inputs were computed,
+    and before the gradients of weights are. torch would store these gradients where `fully_shard` never reads them.
     """
     for module in map(reducing_module, modules):
         if hasattr(module, "set_reshard_after_forward"):

@@ -130,7 +130,7 @@ def test_value_given_as_deprecated_and_new_argument_raises(options: dict[str, An
 
 
 def error_of_one_rank() -> str:
-    """Return the error if only rank 0 gives the deprecated argument beside its replacement."""
+    """Give the deprecated argument on both ranks, and its replacement on rank 0 only. Return the error."""
     model = nn.Linear(3, 2)
     declare(model, {"*": P()})
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings():

@@ -27,7 +27,7 @@ from world import World
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), data=st.data())
-def test_boxes_of_flat_range_cover_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_range_of_flattened_tensor_cover_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))

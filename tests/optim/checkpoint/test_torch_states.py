@@ -189,7 +189,10 @@ def test_full_optimizer_state_of_float64_parameters_stays_float64_with_zero1(wor
 
 
 def onto_another(saved: str, loaded: str, path: str, load: bool) -> dict[str, Tensor]:
-    """Train three steps in one layout and load through DCP into another. Return the full state."""
+    """Train three steps in layout ``saved`` and save through DCP; if ``load``, load that into layout ``loaded`` instead.
+
+    Return the full state.
+    """
     axes, options = KINDS[loaded if load else saved]
     with registry_of(axes) as registry:
         model = Wide(registry)

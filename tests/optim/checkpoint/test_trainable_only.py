@@ -102,7 +102,7 @@ def save(path: Path, layout: Layout, mode: str, in_background: bool = False) -> 
 
 
 def resume(path: Path, layout: Layout, mode: str) -> dict[str, float]:
-    """Load onto frozen parameters from elsewhere ("late" has its weights after the first step), and train.
+    """Load into a model that already has the frozen weights ("late" as after the first step), and train.
 
     Return the differences from the dense run.
     """

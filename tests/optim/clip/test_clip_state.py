@@ -426,7 +426,7 @@ def another_list() -> str:
         return said or str(clip.state_dict())
 
 
-def test_clip_state_with_changed_parameters_raises_on_that_rank_and_skips_elsewhere(world: World) -> None:
+def test_clip_state_with_parameters_changed_on_one_rank_raises_there_and_skips_elsewhere(world: World) -> None:
     first, second = world.run(2, another_list)
     assert "the list of parameters differs from the list of the first call with this ClipState of AdaGC" in second
     assert "mean" in first

@@ -159,7 +159,10 @@ def test_norm_counts_experts_along_declared_axis_outside_their_submesh(world: Wo
 
 
 def two_roles() -> tuple[float, float, str]:
-    """Return the norm of DTensors on two meshes that call the same ranks `tp` and `edp`, and the error of `for_model`."""
+    """Give two DTensors equal gradients on two meshes that call the same ranks `tp` and `edp`.
+
+    Return the norm of both, the norm of one full gradient, and the error of `for_model`.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     tensor, experts = mesh_of((2, 2), ("dp", "tp"))["tp"], mesh_of((2, 2), ("ep", "edp"))["edp"]

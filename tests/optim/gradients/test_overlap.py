@@ -52,7 +52,10 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 def train_with_gradient_hooks(overlap: bool, zero_2: bool) -> Tensor:
-    """Hooks registered before and after the optimizer, which double and square the gradients; return the weights."""
+    """Train with hooks that double gradients, registered before the optimizer is made, and hooks that square them, after.
+
+    Return the weights.
+    """
     registry = ProcessGroupRegistry(Topology(data=2))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))

@@ -61,7 +61,7 @@ def test_ranks_offload_the_same_replicas_and_at_least_the_fraction(world: World,
         assert not problems, f"{problems} in {case}"
 
 
-def test_drawn_offload_cases_cover_owned_tied_zero_and_added_parameters() -> None:
+def test_drawn_offload_cases_cover_owned_tied_and_added_parameters_and_zero1_and_zero2() -> None:
     cases = [offload_case(number) for number in range(150)]
     specs = [case.setting.at.spec(name) for case in cases for name in MODEL]
     assert any(spec.owned for spec in specs)

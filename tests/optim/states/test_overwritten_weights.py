@@ -84,7 +84,7 @@ def training(case: str, **options: Any) -> Iterator[Training]:
 
 
 def written_before(case: str, step: int, ranks: tuple[int, ...], steps: int) -> tuple[list[tuple[int, str]], bool]:
-    """Return the errors of ``steps`` steps, by step number, and whether the first error left the written weights
+    """Return the errors of ``steps`` steps, by step number, and whether the steps that raised left the written weights
     unchanged."""
     errors, kept = list[tuple[int, str]](), True
     with training(case) as run:

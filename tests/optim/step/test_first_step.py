@@ -92,7 +92,10 @@ def test_bypassing_optimizer_backward_on_one_rank_raises_with_micro_batches_per_
 
 
 def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool, in_window: bool = False) -> list[Any]:
-    """Return [error, steps after the first bypass] for bypasses on one rank after four correct windows."""
+    """Call ``loss.backward()`` after four correct windows: on rank 0, or within `window()` on both ranks (``in_window``).
+
+    Return [error, number of steps between the first such call and the error].
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -476,7 +479,7 @@ def test_later_step_without_backward_does_not_raise(world: World) -> None:
 
 
 def checks_after_steps() -> list[int]:
-    """Return the number of replica checks before and after three steps, of which the first has an infinite norm."""
+    """Return the number of replica checks before and after each of three steps. The first step has an infinite norm."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         param = nn.Parameter(torch.zeros(3))
         optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1.0), registry)

@@ -261,10 +261,10 @@ def polled(what: str) -> str:
     ("what", "when"),
     [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
 )
-def test_fingerprints_report_flipped_bit_in_poll_in_raise_mode_and_after_load(
+def test_flipped_bit_raises_in_poll_or_at_once_in_raise_mode_or_one_step_after_loading(
     world: World, what: str, when: str
 ) -> None:
-    """Loading a state starts a new comparison."""
+    """Loading a state discards the mismatch found before it. The next step compares again."""
     told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, without a majority"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2
 

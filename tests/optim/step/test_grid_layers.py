@@ -118,7 +118,7 @@ def test_zero1_and_zero2_over_replicating_axis_of_grid_match_dense_model(
 
 
 def one_parameter() -> tuple[tuple[str, ...], str, int]:
-    """Return all names, the region of this rank's part of the table, and the number of its stepped tensors."""
+    """Return all names, the region of this rank's part of the head's weight, and the number of its stepped tensors."""
     with ProcessGroupRegistry(HALF) as registry:
         model = Lm("3-D", registry, 6, False)
         optimizer = optimizer_of(model, registry)

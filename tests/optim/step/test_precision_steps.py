@@ -69,8 +69,10 @@ def test_gradients_states_and_masters_have_documented_dtypes_in_every_precision(
 
 
 def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) -> tuple[Counter[str], bool]:
-    """Return the collectives of a step, and whether any step or backward synchronized with the host; one of
-    20 steps is skipped."""
+    """Return the collectives of a step, and whether any step synchronized with the host; one of 20 steps is skipped.
+
+    A backward that synchronizes raises.
+    """
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, MODES[mode], kind, max_norm=0.3, norm_type=norm_type)

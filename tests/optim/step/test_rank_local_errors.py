@@ -454,8 +454,8 @@ def test_failed_steps_after_a_loaded_state_are_counted_from_zero(world: World) -
 
 
 def written_weights(kernels: Kernels) -> tuple[list[str], bool]:
-    """Write the weights of one rank in place, which masters reject. Return the errors of that step and the next one, and
-    if the weights moved in them."""
+    """Write the weights of one rank in place, which master weights reject. Return the errors of that step and the next
+    one, and whether the weights moved in them."""
     with using(kernels), ProcessGroupRegistry(Topology(data=2)) as registry:
         a = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         annotate(a, P(), "a")

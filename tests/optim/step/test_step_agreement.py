@@ -415,7 +415,8 @@ def test_in_place_change_of_betas_list_on_one_rank_raises_on_every_rank(world: W
 
 
 def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
-    """Use a group owned by tensor=1, which is empty on tensor=0 and has another lr there.
+    """Use a group owned by tensor=1, which is empty on tensor=0 and has another lr there. If ``differs``, rank 3 changes
+    the lr in the second step.
 
     Return the errors, and the number of skipped steps.
     """

@@ -178,7 +178,7 @@ def test_batched_step_in_chunks_matches_steps_of_single_tensors(name: str, numel
     assert far(one, many) <= 1e-12
 
 
-def test_packed_tensors_group_equal_sizes_and_scale_each_tensor() -> None:
+def test_packed_tensors_stack_equal_sizes_and_multiply_each_tensor_by_its_factor() -> None:
     shapes = [(2, 3), (4,), (3, 2), (), (0, 5)]
     packed = batching.PackedTensors(shapes, torch.float64, torch.device("cpu"))
     sources = [torch.full(shape, float(index + 1)) for index, shape in enumerate(shapes)]

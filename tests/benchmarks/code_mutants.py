@@ -637,7 +637,8 @@ def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
 
     The kinds are: another operator; a condition that is negated; a condition of an ``if`` that is False; True for False
     and the reverse; a number that is larger by 1; a call or assignment to an attribute that is left out. Annotations,
-    docstrings, raised errors and references for tests are not changed.
+    docstrings, raised errors and references for tests are not changed. A module with other characters than ASCII has no
+    faults.
 
     Args:
         path: The module.

@@ -7,7 +7,8 @@ that it gets as many DTensors on one mesh. Columns, per DTensor in microseconds:
 
     first      the first call, which builds the registry and the plan, and compares replicas
     warm       a later call
-    kernels    the same kernels on the local tensors: the powers of all gradients, and one multiplication
+    kernels    the same kernels on the local tensors: the sums of squares of all gradients, and one
+               multiplication
     Python     warm minus kernels
     torch      `torch.nn.utils.clip_grad_norm_`, a later call
 

@@ -207,7 +207,7 @@ def split(width: int, aspect: float, matrices: int, rounds: int) -> None:
     shape, world = (width, int(aspect * width)), World()
     by_rank = world.run(2, timed, shape, matrices, rounds)
     world.close()
-    print(f"{matrices} of {shape[0]} x {shape[1]}, tensor=2; torch {torch.__version__}, one thread a rank")
+    print(f"{matrices} of {shape[0]} x {shape[1]}, tensor=2; torch {torch.__version__}, one thread per rank")
     base = 0.0
     for name in by_rank[0][0]:
         elapsed = median(seconds for seconds, _ in by_rank[0][0][name])

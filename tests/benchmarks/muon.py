@@ -152,9 +152,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="these two in any case: homes, duplicated"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="homes and duplicated always run")
     options = parser.parse_args()
     chosen = [kind for kind in KINDS if kind in {*options.kinds, "homes", "duplicated"}]
     world = World()
@@ -164,12 +162,12 @@ def main() -> None:
     used = {kind: sum(median(found[kind + CPU]) for found in by_rank) for kind in chosen}
     work = [fmean(found["newton-schulz"]) for found in by_rank]
     print(
-        f"width {options.width}, {options.layers} layers, data=2, tensor=2; torch {torch.__version__}, one thread a rank"
+        f"width {options.width}, {options.layers} layers, data=2, tensor=2; torch {torch.__version__}, one thread per rank"
     )
     for kind in chosen:
         of_time, of_work = times[kind] / times["duplicated"], used[kind] / used["duplicated"]
         print(
-            f"{kind:18}{1e3 * times[kind]:9.1f} ms a step{of_time:7.2f} of duplicated;"
+            f"{kind:18}{1e3 * times[kind]:9.1f} ms per step{of_time:7.2f} of duplicated;"
             f"{1e3 * used[kind]:9.1f} ms of processors{of_work:7.2f}"
         )
     planned = by_rank[0]["share of the work"][0]

@@ -231,10 +231,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4, help="of 64 tokens, on each rank")
-    parser.add_argument("--norm", action="store_true", help="only what the norm adds")
+    parser.add_argument("--norm", action="store_true", help="time only the cost of the norm")
     parser.add_argument("--bucket-bytes", type=int, default=None, help="with overlap=True")
     arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread a rank")
+    print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread per rank")
     world = World()
     for ranks in arguments.ranks:
         timeout = 600.0 + 2 * arguments.seconds

@@ -399,10 +399,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--width", type=int, default=512, help="of the transformer: 512 has 30M parameters")
     parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
-    parser.add_argument("--keep", action="store_true", help="for docs/pictures/peers.py")
+    parser.add_argument("--keep", action="store_true", help="store the ratios for docs/pictures/peers.py")
     arguments = parser.parse_args()
     if arguments.train and (arguments.ranks > 1 or arguments.keep):
-        parser.error("--train is of one rank, whose transformer is not split, and is not drawn")
+        parser.error("--train runs on one rank, and its figures are not stored: use neither --ranks nor --keep")
     with TemporaryDirectory() as folder:
         store = f"{folder}/store"
         if arguments.ranks == 1:

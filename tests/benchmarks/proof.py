@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], help="which (default: all)")
     options = parser.parse_args()
-    rows = [("model", "mistake", "forwards", "a parameter", "time / (forward + backward)")]
+    rows = [("model", "mistake", "forwards", "per parameter", "time / (forward + backward)")]
     world = World()
     for name in options.models or MODELS:
         for mistake in MISTAKES:

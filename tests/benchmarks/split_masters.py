@@ -55,7 +55,7 @@ def count(start: int, length: int) -> Counter[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk", type=int, default=17, help="2^chunk masters at a time, at most 2^23")
-    parser.add_argument("--every", type=int, default=1, help="only each of so many chunks")
+    parser.add_argument("--every", type=int, default=1, help="count one of this many chunks")
     arguments = parser.parse_args()
     length = 2**arguments.chunk
     torch.set_num_threads(1)

@@ -112,7 +112,7 @@ def main() -> None:
     world.close()
     parameters = sum(param.numel() for param in model_of(arguments.width).parameters())
     print(
-        f"AdamW on data=2, float32, {parameters / 1e6:.1f}M parameters, {TOKENS} tokens a rank, torch {torch.__version__}"
+        f"AdamW on data=2, float32, {parameters / 1e6:.1f}M parameters, {TOKENS} tokens per rank, torch {torch.__version__}"
     )
     whole, alone = found["no telemetry"]
     for name, (both, step) in found.items():

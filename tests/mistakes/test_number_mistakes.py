@@ -203,7 +203,7 @@ def torch_clipping_by_value_on_replicas(run: Run) -> None:
 
 
 @mistake("data=2", Warned(WRITTEN, Right(clipped_by_norm_in_windows)), write="remove it, and pass `max_norm=`")
-def torch_clipping_of_some_parameters_with_accumulation(run: Run) -> None:
+def torch_clipping_after_every_micro_batch(run: Run) -> None:
     """torch's clipping after every micro-batch of a window."""
     optimizer = run.optimizer(accumulation_steps=2)
     for step in range(3):

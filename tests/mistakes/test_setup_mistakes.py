@@ -1,4 +1,4 @@
-"""Mistakes before the training loop: the mesh, the declaration, seeds and batches, what the optimizer is made of."""
+"""Mistakes before the training loop: the mesh, the declaration, seeds and batches, the optimizer's arguments."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def declared_before_splitting(run: Run) -> None:
     run.optimizer()
 
 
-# Weights and batches to start with ------------------------------------------------------------------------------------
+# Initial weights, and batches -----------------------------------------------------------------------------------------
 
 
 @mistake(
@@ -379,7 +379,7 @@ def batches_of_different_sizes(run: Run) -> None:
         optimizer.step()
 
 
-# What the optimizer is made of ----------------------------------------------------------------------------------------
+# Arguments of the optimizer -------------------------------------------------------------------------------------------
 
 
 @mistake(

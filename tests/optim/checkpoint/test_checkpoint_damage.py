@@ -182,7 +182,7 @@ def test_checkpoint_of_frozen_parameter_loads_before_unfreezing(tmp_path: Path) 
 
 
 class Fussy(torch.optim.lr_scheduler.StepLR):
-    """A schedule that raises after it has loaded half of its state."""
+    """A schedule that raises after it has loaded half of its state, if the saved ``gamma`` differs from its own."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]

@@ -90,7 +90,7 @@ def train(
 
 
 def run(path: Path, topology: Topology, kind: str, busy_until: int, save: bool) -> list[Any]:
-    """Return weights and state after the last step; save or load a checkpoint in the middle."""
+    """Train all steps and ``save`` a checkpoint in the middle, or train from that checkpoint. Return weights and state."""
     model, optimizer = build(topology, kind)
     if save:
         train(model, optimizer, range(FIRST), busy_until)

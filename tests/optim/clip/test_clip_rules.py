@@ -51,7 +51,7 @@ STEPS = 3  # a large gradient, a small gradient, a large gradient
 
 
 class ByLastNorm(Clip):
-    """Limit the gradient norm to ``factor`` times the norm of the previous step."""
+    """Limit the gradient norm to ``factor`` times the clipped norm of the previous step."""
 
     def __init__(self, factor: float = 2.0) -> None:
         self.factor, self.last = factor, torch.tensor(torch.inf)

@@ -358,8 +358,8 @@ ON_LISTS: dict[str, Clip] = {
 
 
 def clipped_alone(name: str) -> dict[str, list[Any]]:
-    """Clip with `clip_grad_norm_` and with an optimizer; norms, coefficients, states and gradients must be bitwise
-    equal."""
+    """Clip with `clip_grad_norm_` and with an optimizer; norms, coefficients and gradients must be bitwise equal. Return
+    the coefficients and the states of each rule."""
     layout = LAYOUTS[name]
     found = {}
     with ProcessGroupRegistry(layout.topology) as registry:

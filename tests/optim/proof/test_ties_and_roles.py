@@ -100,10 +100,8 @@ def test_prove_hints_at_undeclared_tie_if_two_stages_have_equal_values(world: Wo
 
 
 def test_prove_does_not_find_undeclared_tie_of_unequal_values(world: World) -> None:
-    """Two undeclared tied parameters with correct gradients but different values.
-
-    Nothing in the model shows that they are one logical parameter.
-    """
+    """The tied parameters are undeclared, and have correct gradients but different values. Nothing in the model shows
+    that they are one logical parameter."""
     proof, _ = results(world, "undeclared, stale")
     assert (proof.is_correct, proof.hints) == (True, ())
 

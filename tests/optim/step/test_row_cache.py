@@ -66,7 +66,7 @@ def test_tensor_signature_does_not_match_another_number_of_tensors() -> None:
 
 
 def test_pointer_table_writes_copies_given_in_this_call() -> None:
-    """Also if the earlier calls had equal copies, copies of other parameters, copies of another dtype, or none."""
+    """This holds after calls with equal copies, with copies of other parameters or of another dtype, and with none."""
     params = [torch.ones(4), torch.ones(4)]
     table = PointerTable(params, [[param.data_ptr() for param in params], *[[0, 0]] * 4], None)
 

@@ -35,7 +35,8 @@ def advice_on(may_differ: str, instead: str) -> str:
     """
     return (
         "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
-        "broadcast_weights(model, registry)), or is sharded but declared replicated. A gradient that differs lacks a "
+        "broadcast_weights(model, registry), which copies weights along data axes, or align_replicas(optimizer), which "
+        "copies them along all axes), or is sharded but declared replicated. A gradient that differs lacks a "
         "reduction over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was "
         f"computed from another batch than its replicas' (if replicas may differ, {may_differ}), or was changed on each "
         f"rank after backward (use {instead} instead of torch.nn.utils.clip_grad_norm_)"
@@ -520,8 +521,8 @@ class EqualShards:
                 f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
                 f"weights and gradients, as replicas are; the norm would count it {size} times. Nothing was stepped. "
                 f"If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
-                "seed, draw the full tensor and take this rank's shard with shard(), or use another seed on each "
-                "rank. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
+                "seed, draw the full tensor and take this rank's shard with shard(), or use another seed per coordinate "
+                f"on {axis!r}. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
             )
 
 

@@ -17,5 +17,7 @@ from meshstep.amp.by_bucket import split_runs
         ([0, 5, 0, 1], [[0, 5, 0], [1]]),
     ],
 )
-def test_runs_contain_at_most_five_elements_or_one_larger_item(sizes: list[int], expected: list[list[int]]) -> None:
+def test_split_runs_limits_each_run_to_five_elements_or_one_larger_item(
+    sizes: list[int], expected: list[list[int]]
+) -> None:
     assert [*split_runs(sizes, lambda size: size, 5)] == expected

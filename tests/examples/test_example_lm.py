@@ -1,4 +1,4 @@
-"""Gradient accumulation from the command line: the same curve for every K and topology, and a model that learns."""
+"""Gradient accumulation from the command line: the same curve for every `--accumulate` and topology, and a model that learns."""
 
 from __future__ import annotations
 

@@ -455,7 +455,7 @@ def _other_weights(rank: Rank, other: bool) -> list[str]:
             rank.model["vector"][5] += 0.5
     before = {name: local(param).clone() for name, param in rank.model.items()}
     try:
-        rank.step(rank.optimizer(), number=STEPS)  # a step without an overflow
+        rank.step(rank.optimizer(), number=STEPS)  # no case has an overflow in the step after its last one
     except ReplicaMismatchError as error:
         problems = (
             [] if "vector: the parameter differs" in str(error) else [f"weights differ, but the error is: {error}"]

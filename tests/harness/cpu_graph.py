@@ -61,7 +61,7 @@ class _Noting(TorchDispatchMode):
         for storage, before in self.before.values():
             storage.copy_(before)
         for storage in self.made.values():
-            storage.fill_(255)  # NaN, or -1
+            storage.fill_(255)  # all bits are ones: NaN in a floating-point tensor, -1 in an integer tensor
 
 
 _wait = dist.Work.wait

@@ -25,7 +25,10 @@ def eager(programs: Sequence[Program]) -> str | None:
 
 
 def lazy(programs: Sequence[Program]) -> str | None:
-    """Model a backend that creates the communicator of a group in its first collective, which then blocks the host."""
+    """Model a backend that creates the communicator of a group in its first collective, which then blocks the host.
+
+    The result is as in `eager`.
+    """
     return stuck([list(_first_of_each_group(of_kind(program, "collective"))) for program in programs])
 
 

@@ -106,7 +106,7 @@ def assert_layer_is_dense(
         assert_near(full_grad(getattr(layer, name), spec, registry), expected(grad))
 
 
-# The names that the tests use, and the names in the installed torch.
+# Functions of torch.distributed: the name in torch 2.13, which tests use, and the name in the installed torch.
 COUNTED = {name: name for name in ("all_reduce", "all_to_all_single", "broadcast", "reduce")} | {
     "all_gather_single": ALL_GATHER,
     "reduce_scatter_single": REDUCE_SCATTER,

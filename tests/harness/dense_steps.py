@@ -58,8 +58,8 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. The
-    result is cached, so do not modify it."""
+    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in the order
+    of its shard. The result is cached, so do not modify it."""
     return _elements(setting.layout, name, setting.at.topology.rank(**at))
 
 
@@ -116,7 +116,7 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
         for micro in range(setting.micro):
             idle = is_idle(case, setting, name, other, step, micro)
             if is_masked(case, setting, other, step, micro) and not idle:
-                terms += 1  # a gradient of 0
+                terms += 1  # the loss is multiplied by the weight 0: there is a gradient, of zeros
             elif weight(case, setting, other, step, micro) and not idle:
                 term = numbers(case, setting, name, other, step, micro).flatten()
                 total += term

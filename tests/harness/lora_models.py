@@ -284,7 +284,7 @@ def trained(
     end."""
     with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
         model = adapted(layout, registry, options, zero)
-        torch.manual_seed(5)  # of dropout
+        torch.manual_seed(5)  # for dropout
         first = full_weights(model, registry)
         optimizer = optimizer_of(model, registry, **more)
         norms = [one_step(layout, model, optimizer, step) for step in range(start, start + steps)]

@@ -97,8 +97,8 @@ def train_replicas(ranks: int, mode: str, how: str, overlap: bool, compression: 
 def make_optimizer(
     model: nn.Module, registry: ProcessGroupRegistry, mode: str, how: str, **options: Any
 ) -> ParallelOptimizer:
-    """Return an optimizer in the precision ``mode``, with the options that ``how`` needs; ``added``: leave out the
-    head's parameters."""
+    """Return an optimizer in the precision ``mode``, with the options that ``how`` needs (see `Windows`).
+    For "added", the head's parameters are left out."""
     params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
     return ParallelOptimizer(
         adamw(params),

@@ -1,6 +1,6 @@
 """Arguments of `ParallelOptimizer` for four ways to reduce gradients over the axis "data".
 
-The reductions run in the step, during backward, for ZeRO-1 and for ZeRO-2.
+One all-reduces gradients in the step, one already during backward; ZeRO-1 shards states, and ZeRO-2 gradients too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from meshstep.optim import ParallelOptimizer
 
 @contextmanager
 def setting_gradients(optimizer: ParallelOptimizer[Any]) -> Iterator[None]:
-    """Count one micro-batch with a scaled loss. The body sets the gradients, which count as those of the scaled loss."""
+    """Let the body set gradients in place of a backward: they count as those of one micro-batch's scaled loss."""
     with optimizer.window():
         optimizer.scale_loss(torch.zeros((), device=optimizer.device))
         yield

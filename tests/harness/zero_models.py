@@ -73,7 +73,7 @@ def inputs(step: int, rank: int) -> Tensor:
 def odd_steps(
     model: Odd, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry, steps: range, first_rank_uses: bool = True
 ) -> None:
-    """Run some steps. ``sometimes`` is used on data rank 0 only; with ``first_rank_uses=False`` on all ranks."""
+    """Run some steps. Only data rank 0 uses the parameter ``sometimes``; with ``first_rank_uses=False``, all ranks do."""
     dtype = model.gain.dtype
     for step in steps:
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Gradient accumulation from the command line: the same curve for every `--accumulate` and topology, and a model that learns."""
+"""accumulate_lm.py: the same curve for one or two micro-batches per step on every layout, and a model that learns."""
 
 from __future__ import annotations
 

@@ -150,11 +150,9 @@ def described(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ValueError for the first setting that differs between two ranks.
+    """Raise ValueError for the first setting that differs between two ranks that have it.
 
-    Args:
-        by_rank: Per global rank, the text of each setting by name. A setting is compared between the ranks that have
-            it.
+    ``by_rank`` has, per global rank, the text of each setting by name, as `described` returns it.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, settings in enumerate(by_rank):

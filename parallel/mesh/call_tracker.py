@@ -347,8 +347,7 @@ def current_call() -> str | None:
 def check_same_call(calls: Sequence[str | None]) -> None:
     """Raise RuntimeError unless all ranks are in tracked calls of the same name, or all ranks are in no tracked call.
 
-    Args:
-        calls: Per global rank, the name of its current call, or None, as `current_call` returns it.
+    ``calls`` has the result of `current_call` on each rank, by global rank.
     """
     if len({*calls}) > 1:
         where: dict[str | None, list[int]] = {}

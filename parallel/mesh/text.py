@@ -58,13 +58,9 @@ def printable(text: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a text such as ``"a, b and 7 more"``: the first names, and the number of omitted names.
+    """Return a text such as ``"a, b and 7 more"``: the first ``most`` names, and the number of omitted names.
 
-    Unprintable characters are replaced by escapes, as in `printable`.
-
-    Args:
-        names: The names. Without names the text is empty.
-        most: Largest number of names to show. Default: 5.
+    Unprintable characters are replaced by escapes, as in `printable`. Without names the text is empty.
     """
     names = [printable(name) for name in names]
     shown = ", ".join(names[:most])

@@ -544,8 +544,8 @@ class Topology(ByRole):
             roles: Role per axis or alias, as in the constructor. None: default roles.
         Raises:
             ValueError: On every rank: a mesh has no names of mesh dims; the groups along a mesh dim have different sizes
-                or strides, or are not a grid; no common axes exist; mesh dims with the same name have different ranks; an
-                axis is part of no mesh dim; or the constructor rejects an argument.
+                or strides, or can't be groups of a row-major mesh; no common axes exist; mesh dims with the same name have
+                different ranks; an axis is part of no mesh dim; or the constructor rejects an argument.
             TypeError: An item is not a device mesh. Other ranks raise ValueError.
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
@@ -784,12 +784,9 @@ def _join_names(names: Iterable[str]) -> str:
 def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | None:
     """Return the axes along which the ranks of a process group are ordered, slowest axis first.
 
-    Args:
-        ranks: Global ranks in the order of the group.
-        topology: Provides the axes.
-    Returns:
-        The axes larger than 1 for which the row-major order of the group is exactly ``ranks``, possibly in another
-        order than in the topology. () for a group of one rank. None: there are no such axes.
+    These are the axes larger than 1 for which the row-major order of the group is exactly ``ranks``, its global ranks in
+    the order of the group. They may be in another order than in the topology. Return () for a group of one rank, and None
+    if there are no such axes.
     """
     strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
     found: tuple[str, ...] = ()

@@ -21,10 +21,7 @@ Check = Callable[[object, str], None]
 def wrong(field: str, value: object, expected: str) -> ValueError:
     """Return a ValueError for the caller to raise: ``{field} is {value}; expected {expected}``.
 
-    Args:
-        field: Name of the field with the incorrect value.
-        value: The incorrect value.
-        expected: Description of a correct value, for example ``"an integer"``.
+    ``expected`` describes a correct value, for example ``"an integer"``.
     """
     return ValueError(f"{field} is {_shown(value)}; expected {expected}")
 
@@ -146,10 +143,8 @@ def check_like(value: object, like: object, field: str) -> None:
     A number of NumPy in ``like`` counts as a Python number. A number is valid if `is_number` is True: it is not NaN, and
     an int is in the range of float64.
 
-    Args:
-        value: The new value.
-        like: The current value.
-        field: Name of the field in the error.
+    ``field`` is the name of ``value`` in the error.
+
     Host synchronization: yes, if ``value`` or ``like`` has a tensor of one element on a device.
     """
     like = python_number(like)

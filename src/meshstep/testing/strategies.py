@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 def topologies(
     draw: st.DrawFn, most_ranks: int = 8, axes: Sequence[str] = AXES, most_axes: int = 4, largest: int = 4
 ) -> Topology:
-    """Draw a topology with some of the axes, in any order, with random sizes and default roles.
+    """Return a strategy that draws a topology: some of the axes, in any order, with random sizes and default roles.
 
     Args:
         most_ranks: Largest number of ranks. Default: 8.
@@ -81,7 +81,7 @@ def specs(
     *,
     uneven: bool = False,
 ) -> P:
-    """Draw a spec of a tensor. Over each axis the tensor is replicated, or has a layout from ``kinds``.
+    """Return a strategy that draws a spec. Over each axis the tensor is replicated, or has a layout from ``kinds``.
 
     Over data-parallel axes the tensor is always replicated. It is tied only over pipeline axes.
 
@@ -124,7 +124,7 @@ def layouts(
     *,
     uneven: bool = False,
 ) -> Layout:
-    """Draw a topology, a shape, and a spec that fits both.
+    """Return a strategy that draws a `Layout`: a topology, a shape, and a spec that fits both.
 
     Args:
         most_ranks: Largest number of ranks. Default: 8.

@@ -129,13 +129,8 @@ class Setup:
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
         """Return ``groups`` without frozen parameters that have no (supported) spec, and a list of these parameters.
 
-        The optimizer leaves such parameters out, so a frozen model needs no declarations. Collectives: none.
-
-        Args:
-            groups: (name, parameter) pairs for each param group. It is not changed.
-        Returns:
-            New param groups, and the (name, parameter) pairs of the parameters that are left out. A parameter without a
-            name is described by its shape.
+        The optimizer leaves such parameters out, so a frozen model needs no declarations. Each group is a sequence of
+        (name, parameter) pairs. In the list, a parameter without a name is described by its shape.
         """
         left_out = frozen_without_spec(groups, self.registry.topology, compared=bool(self.check_replicas))
         kept = [[pair for pair in group if id(pair[1]) not in left_out] for group in groups]
@@ -344,7 +339,7 @@ class Setup:
             )
         return devices.pop() if devices else self.registry.device
 
-    # Parts -----------------------------------------------------------------------------------------------------------
+    # Objects that a step uses ----------------------------------------------------------------------------------------
 
     @property
     def placements(self) -> list[StatePlacement]:

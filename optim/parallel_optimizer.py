@@ -852,7 +852,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and compare its declarations over all ranks. Every rank must call it at the same point.
 
-            optimizer.add_param_group({"params": model.head.parameters(), "lr": 1e-4})
+            optimizer.add_param_group({"params": adapter.named_parameters(), "lr": 1e-4})
 
         Parameters of the other groups that were frozen or unfrozen are left out or included, as in `refresh`.
 

@@ -337,13 +337,11 @@ def update_by_loops(
     """Update the tensors of ``columns`` in place, with one call of the loops.
 
     Args:
-        loops: The compiled loops.
         kind: The formula of the update: Adam, SGD or Adagrad.
         columns: The addresses and lengths of the tensors, gradients and states.
         hyper: The param group's hyper-parameters, from `numbers_in`.
         factor: The factor on gradients; negative to maximize.
         found_inf: 0-dim float32 on the CPU; 1 skips the update.
-        grad_dtype: The dtype of the gradients.
         half_dtype: The dtype of the half-precision copies in ``columns``. Default bfloat16.
     Raises:
         MemoryError: The loops could not allocate memory.
@@ -453,7 +451,6 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
 
     Args:
         loops: The result of `loops_for` for the optimizer.
-        optimizer: The optimizer.
         request: The inputs of the update; ``skip`` and ``factor`` must be on the CPU.
         cache: The rows of earlier steps. Rows that can't be reused are replaced.
     Returns:
@@ -508,7 +505,6 @@ def _rows(
 
     Args:
         all_params: All parameters of the group.
-        state: The optimizer's state.
         first: The initial value of each state by name, in the order of the kernels.
         device: The device of the kernels.
         remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.

@@ -33,16 +33,8 @@ def check_gradient_reduction(
     sum_order: SumOrder = "any",
     accumulation_steps: int | None = None,
 ) -> None:
-    """Check the arguments of `ParallelOptimizer` for gradient reduction.
+    """Check the arguments of `ParallelOptimizer` for gradient reduction. ``modules`` are those in ``data_parallel=``.
 
-    Args:
-        modules: The modules in ``data_parallel=``.
-        average_data: The argument ``average_data``: True if gradients must be averaged over data-parallel axes.
-        overlap: True if this library must reduce gradients during backward.
-        compression: The communication hook; None: gradients are reduced uncompressed.
-        bucket_bytes: Maximum bytes per flat bucket; None: the default size.
-        sum_order: The order of sums over micro-batches and data ranks. Default "any".
-        accumulation_steps: Number of micro-batches per window. None (default): the caller decides when to step.
     Raises:
         ValueError: An argument is out of range, or two arguments are incompatible.
         TypeError: ``compression`` is not a `CommHook`.
@@ -172,7 +164,7 @@ class GradSyncController(ABC):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around one micro-batch. On exit without an error it calls `expect` for the next one."""
+        """Return a context manager around one micro-batch. On exit without an error it calls `expect`."""
         yield
         window.sync_skipped = not self.on
         self.expect(window)
@@ -302,8 +294,8 @@ class TorchGradSync(GradSyncController):
 
     in_backward = True
     float32_grads_advice: ClassVar[str] = (
-        "which DistributedDataParallel does not make: leave data_parallel out, so that the optimizer averages over the "
-        "data axes itself"
+        "which DistributedDataParallel does not make: leave data_parallel out and don't wrap the model, so that the "
+        "optimizer averages over the data axes itself"
     )
     """Second part of an error that is raised if float32 gradients are needed and `float32_grads` is False."""
 
@@ -344,7 +336,10 @@ class TorchGradSync(GradSyncController):
 
     def not_captured(self) -> str | None:
         module = type(self.modules[0]).__name__
-        return f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
+        return (
+            f"data_parallel={module} averages gradients in Python: leave it out and don't wrap the model, and the "
+            "optimizer averages them"
+        )
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
         """Raise ValueError if a data axis shards a trained parameter (such as an expert) and the module is DDP.
@@ -412,6 +407,7 @@ class TorchGradSync(GradSyncController):
 
 
 def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGroupRegistry) -> None:
+    """Raise ValueError if ``group``, over which ``module`` averages gradients, is not the group of the data axes."""
     axes = registry.topology.data_axes
     ranks = sorted(dist.get_process_group_ranks(group))
     expected = sorted(registry.ranks(*axes)) if axes else [registry.global_rank]

@@ -105,8 +105,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     """Raise an error if the report of a rank (``seen``) shows a mistake. All ranks raise the same error.
 
     Raises:
-        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, although a backward ran
-            or the optimizer has made no step yet; or a pipeline schedule divided gradients twice.
+        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
+            the optimizer's first step; or a pipeline schedule divided gradients twice.
         ValueError: A report has the message of an error (`GradientReport.wrong`), for example because the gradient of a
             DTensor has an unsupported layout, or a `DistributedDataParallel` wraps a sharded parameter.
     """

@@ -468,20 +468,17 @@ class StepAgreement:
         explicit: tuple[Clip | None, ...] = (),
         errors: ErrorFacts = NO_ERRORS,
     ) -> int:
-        """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
+        """Return this rank's summand, an integer. The sum over all ranks is 0 if all compared values are equal.
 
         A parameter in ``params.thawed``, which was unfrozen without `refresh`, makes the sum differ from 0, because no step
         updates it. So does the error ``errors.now``. Settings that are tensors on a device are compared by `of_tensors`
         instead.
 
-        Collectives: none. Host synchronization: none.
-
         Args:
             micro_batches: The number of micro-batches in the window.
             weight: The sum of the micro-batches' weights; None: they have no weights.
-            params: The parameters that are frozen, unfrozen or without a gradient.
             explicit: The rules of explicit clips in the window. Default: none.
-            errors: The errors of this rank. Default: none.
+        Collectives: none. Host synchronization: none.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:

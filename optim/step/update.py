@@ -387,8 +387,6 @@ def step_by_triton(
     If ``request.skip`` is 1, no value changes; missing states are created.
 
     Args:
-        kernels: The result of `triton_for` for the optimizer.
-        optimizer: The optimizer.
         request: The inputs of the update; ``skip`` and ``factor`` must be on the kernels' device.
         cache: The rows of earlier steps. Rows that can't be reused are replaced.
     Returns:

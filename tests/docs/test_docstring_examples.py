@@ -125,6 +125,7 @@ SETUP = {
     "HoldOnSkip": "from torch.optim.lr_scheduler import OneCycleLR",
     "NoiseScale": "registry = ProcessGroupRegistry(Topology(data=2))\noptimizer = ParallelOptimizer(adamw, registry)",
     "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.stepped_tensors()]",
+    "ParallelOptimizer.add_param_group": "adapter = nn.Linear(4, 4)",
     "ParallelOptimizer.window": "engine, inputs = Engine(optimizer, model), batch",
     "ParallelOptimizer.reload_from_model": "critic = model",
     "ParallelOptimizer.refresh": "optimizer.step()",

@@ -64,7 +64,7 @@ class SkipVote:
 
         Args:
             gradients: One gradient, or None, per entry of the plan.
-        Host synchronization: that of ``commit``; otherwise none if all tensors are on one device.
+        Host synchronization: by ``commit``; otherwise none if all tensors are on one device.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
         fingerprints = [] if self.watch is None else self.watch.slots(gradients)
@@ -212,7 +212,7 @@ class GradScaleInfo(NamedTuple):
         data_ranks: The number of ranks over which gradients were averaged. Default: 1.
         loss_scale: The loss scale of the backward pass, for `GradStats`. None (default): backward used no loss scale.
         mean_of: The divisor if no rank gave a weight: the number of micro-batches over which the window's gradient is the
-            mean; with ``sum_order="fixed"`` those of all data ranks. Default: 1.
+            mean; with ``sum_order="fixed"``, the number of micro-batches of all data ranks. Default: 1.
     """
 
     pack: PackedSum
@@ -451,9 +451,9 @@ class GradientClipper:
             TypeError: The rule returned a state that its `Clip.initial` does not have.
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
-        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (up to two). After a
+        Collectives: as `GlobalNorm` (one with ``reduction="packed"``) or `ExactNorm` (up to two). After a
             change of the rule that needs another collective, they run twice, with one more host synchronization.
-        Host synchronization: that of ``commit=`` and of `GlobalNorm`, and one if ``checks`` run.
+        Host synchronization: by ``commit=``, as `GlobalNorm`, and one if ``checks`` run.
         """
         vote = self.vote if earlier is None else None
         needs = MeasurementSpec.of(rule, self._norm_type(clip))
@@ -537,13 +537,13 @@ class GradientClipper:
     def _measure_on_all_ranks(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None, captured: bool
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor], bool]:
-        """Return the result of `_measure_unscaled`, and True if the norms are those that ``needs`` describes.
+        """Return the result of `_measure_unscaled`, and True if it has the norms that ``needs`` describes.
 
         If ``needs`` changed so that the collective differs, the norms of the former ``needs`` are measured first. Their
         collective shows whether all ranks changed their rule. If so, the norms of the new ``needs`` are measured too.
         Otherwise ranks that changed their rule would issue other collectives than the other ranks.
 
-        Collectives: those of `_measure`; after such a change, up to twice.
+        Collectives: as `_measure`; after such a change, up to twice.
         Host synchronization: one after such a change.
         """
         last = self._last_needs
@@ -598,7 +598,7 @@ class GradientClipper:
         Raises:
             ReplicaMismatchError: On every rank: replicas are compared and differ.
             ValueError: On every rank: all shards of a parameter are equal.
-        Collectives: those of `GlobalNorm` (one with ``reduction="packed"``), or of `ExactNorm` (up to two).
+        Collectives: as `GlobalNorm` (one with ``reduction="packed"``) or `ExactNorm` (up to two).
         """
         measurer = self._measurer(needs)
         gradients = [param.grad for param in self.params]

@@ -184,7 +184,7 @@ class StatefulClipper:
         norm_type: p >= 1, or inf.
         reduction: ``"packed"`` or ``"per_group"``, as in `GlobalNorm`.
     Raises: As `agreed` and `planned_for`, on every rank.
-    Collectives: those of `agreed` and `planned_for`.
+    Collectives: as `agreed` and `planned_for`.
     Host synchronization: yes.
     """
 
@@ -215,7 +215,7 @@ class StatefulClipper:
     def check_options(self, clip: ClipState, norm_type: float, reduction: Reduction) -> None:
         """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call.
 
-        Collectives: if it raises, those of a call, in which the other ranks may wait.
+        Collectives: if it raises, as `__call__`, because the other ranks may wait in this collective.
         """
         if (norm_type, reduction) != self.options:
             first_norm_type, first_reduction = self.options
@@ -239,8 +239,7 @@ class StatefulClipper:
             ValueError: The list of parameters differs from the list of the first call, or a partial gradient of this
                 rank was not summed yet.
             TypeError: A gradient of this rank is complex or sparse.
-        Collectives: those of `GlobalNorm`: one with "packed".
-        Host synchronization: that of `GlobalNorm`.
+        Collectives, host synchronization: as `GlobalNorm` (one collective with ``reduction="packed"``).
         """
         try:
             check_gradients(listed, self.registry)
@@ -341,7 +340,7 @@ def _listed(
     """Return the parameters of one call, and ``registry``; if it is None, a registry made from the DTensors' meshes.
 
     Raises as `OneShotParams.of`, `registry_of_meshes` and `check_registry`.
-    Collectives: those of `registry_of_meshes`, only if ``registry`` is None.
+    Collectives: as `registry_of_meshes`, only if ``registry`` is None.
     """
     is_inferred = registry is None
     if registry is None:
@@ -361,7 +360,7 @@ def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry
     Does nothing if ``registry`` was not made from DTensors, after a successful comparison with it, and on a single rank.
 
     Raises as `agreed`; ReplicaMismatchError on every rank.
-    Collectives, host synchronization: if it compares, those of `agreed`, and one all-reduce that the host reads.
+    Collectives, host synchronization: if it compares, as `agreed`, and one all-reduce whose result the host reads.
     """
     state = _CACHES.setdefault(registry, _RegistryCache())
     if state.checked or not listed.undeclared_are_replicas or registry.topology.world_size == 1:
@@ -407,9 +406,9 @@ def clip_grad_norm_(
 
     Args:
         params: A module, parameters, or (name, parameter) pairs, as for `global_norm`. With a rule that has several
-            factors, has state per parameter or clamps by value, give the same list in every call.
-        max_norm: The threshold for the norm; finite, > 0. Or a clipping rule. If the rule has state, clamps by value,
-            or has factors per parameter, named group, param group or unit, make a `ClipState` of it once, and pass the
+            factors, has state per parameter, needs norms of weights or clamps by value, give the same list in every call.
+        max_norm: The threshold for the norm; finite, > 0. Or a clipping rule. Unless the rule only multiplies all
+            gradients by one factor that depends on this call's total norm, make a `ClipState` of it once, and pass the
             `ClipState` in every call. With a rule that skips spikes, do not call ``optimizer.step()`` if
             ``stats.skipped`` is 1.
         registry: The process groups of the mesh on which the parameters were declared. None (default): a registry is
@@ -429,8 +428,8 @@ def clip_grad_norm_(
         TypeError: The rule needs a `ClipState`.
         RuntimeError: ``error_if_nonfinite`` is True, and the norm is non-finite or another rank raised.
     Collectives: as `global_norm`. With a `ClipState` of a rule that has several factors (per parameter, named group,
-        param group or unit), has state per parameter or clamps by value, only the first call compares declarations, and
-        exchanges parameter names.
+        param group or unit), has state per parameter, needs norms of weights or clamps by value, only the first call
+        compares declarations, and exchanges parameter names.
     Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one more per call.
     """
     clip = None

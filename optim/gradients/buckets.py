@@ -321,7 +321,7 @@ class GradientBucket:
         A gradient that is None counts as zeros, and is set to the sum if the parameter requires a gradient at that
         time.
 
-        Collectives: those of the communication hook; one with the hooks of this library.
+        Collectives: issued by the communication hook; one with the hooks of this library.
         """
         flat = self.pack()
         wait = self._hook.all_reduce(flat, self.group, self._memory)
@@ -343,7 +343,7 @@ class GradientBucket:
             A function that finishes the sum, and the flat buffer. Keep the buffer alive until the function has run.
             Until then do not write to the gradients, because the buffer can be the memory of a gradient. You may set
             them to None.
-        Collectives: those of the communication hook; one with the hooks of this library.
+        Collectives: issued by the communication hook; one with the hooks of this library.
         """
         first = dense(self.params[0].grad)
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
@@ -410,11 +410,9 @@ class GradientBucket:
 def reduce_all(buckets: Iterable[Reducible]) -> None:
     """Reduce all buckets. Reductions of consecutive buckets overlap if the buckets have the same process group.
 
-    The reductions over one group finish before those over the next group start. Otherwise NCCL could deadlock: the
-    kernels of two groups may together need more resources than a GPU has, and ranks may start the groups in different
-    orders.
-
-    Collectives: those of the buckets.
+    The reductions over one group finish before the reductions over the next group start. Otherwise NCCL could deadlock:
+    the kernels of two groups may together need more resources than a GPU has, and ranks may start the groups in
+    different orders.
     """
     for _, group_buckets in groupby(buckets, key=lambda bucket: id(bucket.group)):
         for finish in [bucket.start() for bucket in group_buckets]:
@@ -619,13 +617,14 @@ def sync_gradients(
             tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; or ``params``
             is an exhausted generator.
         TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
-        RuntimeError: ``registry`` is closed and has no process group for a sum. In the first call, on every rank: ranks
-            are in different calls of this library.
+        RuntimeError: ``registry`` is closed, and there are several ranks. In the first call, on every rank: ranks are in
+            different calls of this library.
 
         The first call with a registry compares the ranks' declarations, and raises an error of ``params`` on every rank.
         Later calls raise it on the rank with the wrong argument only, and the other ranks wait for it until the timeout.
-    Collectives: in the first call with a registry, those of `agreed`. One all-reduce per bucket; a bucket has at
-        most 32 MiB, or a single larger parameter. The gradients in a bucket have equal layout, dtype and device, and are
+    Collectives: in the first call with a registry, an object all-gather that compares the declarations, and a second one
+        if they differ or shards are uneven. One all-reduce per bucket; a bucket has at most 32 MiB, or a single larger
+        parameter. The gradients in a bucket have equal layout, dtype and device, and are
         summed over the same ranks. Partial gradients of sharded DTensors may need separate all-reduces.
     Host synchronization: in the first call with a registry; otherwise none if all gradients are dense.
     """

@@ -178,7 +178,7 @@ def nonfinite_names(table: ParamTable, registry: ProcessGroupRegistry) -> list[s
     """Return the names of the parameters whose gradient has a NaN or inf on any rank.
 
     Collectives: an object all-gather.
-    Host synchronization: one per gradient, and those of the all-gather.
+    Host synchronization: one per gradient, and by the all-gather.
     """
     mine = [
         row.entry.name

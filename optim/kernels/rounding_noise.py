@@ -2,7 +2,7 @@
 
 The noise of an element is a function of a key, the step, the number of the tensor among the tensors with this key,
 and the element's index. So replicas draw equal noise, whatever else they round, and no noise is stored in memory. The
-numbers differ from those of `torch.Generator`, with which torch's operators round.
+noise differs from the random numbers of `torch.Generator`, with which torch's operators round.
 
     counter = (index of the counter, number of the tensor, step, step >> 32)    Philox 4x32, 10 rounds, 64-bit key
     noise   = 16 bits of the four words of the result: 8 elements per counter

@@ -342,8 +342,8 @@ def update_chunks(
         OPTION: As in `step_block`.
         GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
         SCALED: True: the gradients are multiplied by ``factor``.
-        ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and those of
-            half-precision tensors multiples of 8 bytes.
+        ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and the addresses
+            of half-precision tensors are multiples of 8 bytes.
         CHUNK: Elements per chunk.
         BLOCK: Elements per loop iteration.
     """

@@ -217,7 +217,7 @@ class GlobalNorm:
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as `_packed`, from one collective per norm bucket and one over all ranks.
 
-        A norm bucket that only one rank holds needs no collective.
+        A norm bucket over a single rank needs no collective.
         """
         plan = self.plan
         total = powers.new_zeros(self._slots)

@@ -2,8 +2,8 @@
 
 Each rank sends digests of its declarations and of its parameters' full shapes. On request it also sends the names and
 full shapes themselves. If digests of declarations differ, ranks exchange the declarations, and every rank raises an
-error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes, and treat
-those that differ as unknown: they were computed from shards of unequal sizes.
+error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes. A full shape
+that differs between ranks was computed from shards of unequal sizes, and becomes unknown (None).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
         ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows
             both declarations of the first such parameter, or both param groups if only the param groups differ.
     Collectives: one object all-gather, only if declarations or full shapes differ between ranks.
-    Host synchronization: that of the all-gather.
+    Host synchronization: only by the all-gather.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:

@@ -53,7 +53,7 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the values of `local_powers`, [n], with torch's kernels. The dtype is that of `accumulation_dtype`."""
+    """Return the values of `local_powers`, [n] of `accumulation_dtype`, computed with torch's kernels."""
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])

@@ -407,8 +407,8 @@ def _differing_tensors(
     ``ranks`` are as in `Mismatch.ranks`.
 
     Args:
-        kind: Kind of the tensors. For "state", the name is that of the single state that differs, such as "state
-            exp_avg". If no single state differs, and for other kinds, the name is ``kind``.
+        kind: Kind of the tensors. For "state", the yielded name is the name of a single state that differs, such as
+            "state exp_avg". If no single state differs, and for other kinds, it is ``kind``.
         held: The parameter's hashes on each rank, by global rank.
     """
     alone = sorted({what for of_rank in held for what in of_rank} - {kind})

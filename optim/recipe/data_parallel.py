@@ -213,8 +213,11 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     A tensor whose spec names a data axis, such as a shard over this axis, is broadcast over the other data axes only.
 
     Args:
-        model: The model; changed in place.
+        model: The model, without DTensors; changed in place. Call this function before `fully_shard`.
         registry: The process groups.
+
+    Raises:
+        RuntimeError: A tensor that is broadcast is a DTensor.
 
     Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data rank.
     Host synchronization: yes, if tensors are on another device than the registry's.
@@ -232,7 +235,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
-        forget_rounded()  # the cached 8-bit values are those of the overwritten weights
+        forget_rounded()  # the cached 8-bit values belong to the overwritten weights
 
 
 # `align_replicas` is for replicas that have diverged.

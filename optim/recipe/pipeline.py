@@ -112,9 +112,9 @@ class Pipeline:
             ValueError: A tensor can't be split into equal micro-batches, or ``weight`` is given although the losses are
                 means. Other errors as in `ParallelOptimizer.window`.
 
-        Collectives: those of the schedule, and all reductions of gradients during backward: by the model's layers,
+        Collectives: issued by the schedule, and all reductions of gradients during backward: by the model's layers,
             `DistributedDataParallel`, `fully_shard`, `Sharded`, and ``overlap=True``.
-        Host synchronization: that of the schedule, whose first call may exchange shapes.
+        Host synchronization: only by the schedule, whose first call may exchange shapes.
         """
         self._check_even([*args, *kwargs.values(), target])
         if weight is not None and self._loss.is_mean:
@@ -141,7 +141,7 @@ class Pipeline:
         Raises:
             ValueError: A tensor can't be split into equal micro-batches.
 
-        Collectives: those of the schedule and of the model, such as the all-gathers of `fully_shard`.
+        Collectives: issued by the schedule and by the model, such as the all-gathers of `fully_shard`.
         """
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):

@@ -510,7 +510,7 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
     Raises:
         ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, or ``params`` is an
             exhausted generator.
-        TypeError: A gradient is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
+        TypeError: A gradient is complex or sparse, or ``params`` or ``registry`` has a wrong type.
     Collectives: none with a registry. Without one, the first call and every call with DTensors on new meshes gather the
         meshes, and each partial gradient is summed.
     Host synchronization: only if meshes are gathered.
@@ -536,8 +536,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Raises:
         ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, ``clip_value`` is not
             finite and positive, or ``params`` is an exhausted generator.
-        TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is not a
-            `ProcessGroupRegistry`.
+        TypeError: A gradient is complex or sparse, or an argument has a wrong type.
     Collectives: none with a registry. Without one, the first call and every call with DTensors on new meshes gather the
         meshes, and each partial gradient is summed.
     Host synchronization: only if meshes are gathered.

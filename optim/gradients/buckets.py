@@ -614,9 +614,10 @@ def sync_gradients(
             (`DistributedDataParallel`, FSDP), so only partial and tied gradients are summed.
     Raises:
         ValueError: A parameter has no spec; its spec does not fit its shape, the topology or this rank; its partial or
-            tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; or ``params``
-            is an exhausted generator.
-        TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
+            tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; ``params`` is
+            an exhausted generator; or, in the first call, ranks declare a parameter differently.
+        TypeError: A parameter is complex or sparse, an item of ``params`` is not a tensor, or ``registry`` is not a
+            `ProcessGroupRegistry`.
         RuntimeError: ``registry`` is closed, and there are several ranks. In the first call, on every rank: ranks are in
             different calls of this library.
 
@@ -624,8 +625,8 @@ def sync_gradients(
         Later calls raise it on the rank with the wrong argument only, and the other ranks wait for it until the timeout.
     Collectives: in the first call with a registry, an object all-gather that compares the declarations, and a second one
         if they differ or shards are uneven. One all-reduce per bucket; a bucket has at most 32 MiB, or a single larger
-        parameter. The gradients in a bucket have equal layout, dtype and device, and are
-        summed over the same ranks. Partial gradients of sharded DTensors may need separate all-reduces.
+        parameter. The gradients in a bucket have equal layout, dtype and device, and are summed over the same ranks.
+        Partial gradients of sharded DTensors may need separate all-reduces.
     Host synchronization: in the first call with a registry; otherwise none if all gradients are dense.
     """
     check_registry(registry)

@@ -147,6 +147,21 @@ def test_optimizer_that_requires_closure_is_rejected(wrap: Wrap) -> None:
     assert len(inner.param_groups) == 1
 
 
+def test_optimizer_whose_step_has_no_argument_is_accepted(wrap: Wrap) -> None:
+    class SignDescent(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= group["lr"] * param.grad.sign()
+
+    param = nn.Parameter(torch.ones(2))
+    optimizer = wrap(SignDescent([param], {"lr": 0.25}))
+    param.grad = torch.tensor([2.0, -3.0])
+    optimizer.step()
+    assert param.tolist() == [0.75, 1.25]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_are_rejected(wrap: Wrap) -> None:
     param = nn.Parameter(torch.ones(3, 2))

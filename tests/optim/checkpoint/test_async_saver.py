@@ -124,10 +124,16 @@ def fails(path: Path, next_call: str) -> list[str]:
         for step in range(2):
             run.step(step)  # training continues meanwhile
         with pytest.raises((RuntimeError, ValueError)) as error:
-            saver.save(run.model, run.optimizer) if next_call == "save" else getattr(saver, next_call)()
+            if next_call == "save":
+                saver.save(run.model, run.optimizer)
+            elif next_call == "end of with":
+                with saver:
+                    pass
+            else:
+                getattr(saver, next_call)()
         messages.append(str(error.value))
     messages += sorted(entry.name for entry in path.iterdir())
-    if next_call != "close":
+    if next_call in ("save", "wait"):
         saver.save(run.model, run.optimizer, extra="third")
         saver.close()
     messages.append(load_checkpoint(path, run.model, run.optimizer))
@@ -135,14 +141,14 @@ def fails(path: Path, next_call: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("next_call", ["save", "wait", "close"])
+@pytest.mark.parametrize("next_call", ["save", "wait", "close", "end of with"])
 def test_failed_background_write_raises_at_next_call_on_every_rank(
     world: World, tmp_path: Path, next_call: str
 ) -> None:
     for message, *left, found in world.run(2, fails, tmp_path, next_call):
         assert "No space left" in message
         assert left == ["meshstep-00000001"]
-        assert found == ("first" if next_call == "close" else "third")
+        assert found == ("third" if next_call in ("save", "wait") else "first")
 
 
 def test_async_saver_rejects_unserializable_extra_and_invalid_keep_immediately(tmp_path: Path) -> None:

@@ -70,6 +70,29 @@ def test_specs_of_dtensors_describe_their_local_shards(world: World) -> None:
         ]
 
 
+def strided(split_factor: int) -> str:
+    """Return the spec, or the error, of a DTensor with a strided shard over "data" and a shard over "tensor"."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    with registry_of(GRID) as registry:
+        placements = (_StridedShard(0, split_factor=split_factor), Shard(0))
+        param = DTensor.from_local(torch.ones(2), registry.device_mesh("data", "tensor"), placements, run_check=False)
+        try:
+            return str(spec_of(nn.Parameter(param)))
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("split_factor", "text"),
+    [(2, "P(('tensor', 'data'))"), (3, "with split factor 3 doesn't fit"), (4, "with split factor 4 doesn't fit")],
+)
+def test_split_factor_of_strided_shard_must_be_a_product_of_mesh_sizes(world: World, split_factor: int, text: str) -> None:
+    for found in world.run(4, strided, split_factor):
+        assert text in found
+
+
 def merged(said: P, dim: int) -> str:
     from torch.distributed.tensor import Shard, distribute_tensor
 

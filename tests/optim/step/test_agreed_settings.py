@@ -242,3 +242,9 @@ def test_replica_check_in_single_process_passes() -> None:
 def test_describe_ignores_order_of_dict_entries_with_keys_of_mixed_types() -> None:
     assert describe({1: 2, "a": 3}) == describe({"a": 3, 1: 2})
     assert describe({1: 2, "a": 3}) != describe({1: 2, "a": 4})
+
+
+def test_describe_shows_modules_by_their_class_only() -> None:
+    """Modules hold the weights of one rank, so their attributes must not be compared."""
+    assert describe(nn.Linear(2, 2)) == describe(nn.Linear(3, 1)) == "Linear"
+    assert describe({"model": nn.Linear(2, 2)}) == "{'model': Linear}"

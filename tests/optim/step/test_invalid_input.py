@@ -66,6 +66,10 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 2 + dist.get_rank() // 3]]),
         r"first in c: rank 0 has \[no such parameter\], rank 3 has \[c: ",
     ),
+    "one parameter fewer on one rank": (
+        lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 3 - dist.get_rank() // 3]]),
+        r"first in c: rank 0 has \[c: .* rank 3 has \[no such parameter\]",
+    ),
     "held by a rank that does not own it": (
         lambda: wrap(parameter(P(owned={"tensor": 0}), 4)),
         r"weight: rank . at .* has this parameter, but P\(owned=.* places it on other ranks",

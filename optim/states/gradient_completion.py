@@ -204,7 +204,8 @@ class GradientCompletion:
         leaves = [row.leaf for row in self.table]
         found = None
         if seen.wrong is None:
-            found = find_misplaced_ddp(leaves, self.table.plan.entries, self.chain.registry)
+            entries = [row.model_entry for row in self.table]  # `Sharded` splits the tensors of the other entries
+            found = find_misplaced_ddp(leaves, entries, self.chain.registry)
         if found is None:
             return seen
         name, ranks = found

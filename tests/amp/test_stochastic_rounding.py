@@ -432,3 +432,12 @@ def test_stochastic_rounding_depends_on_parameter_name_not_position() -> None:
         results.append({name: param.tolist() for name, param in params.items()})
     assert results[0] == results[1]
     assert results[0]["a"] != results[0]["b"]
+
+
+@pytest.mark.parametrize("seed", ["3", 2.0, True, None, 2**64, -(2**64)], ids=repr)
+def test_state_with_invalid_seed_is_rejected(seed: object) -> None:
+    param = nn.Parameter(torch.ones(2, dtype=BF16))
+    rounding = StochasticRounding(torch.optim.SGD([("weight", param)], lr=0.1), seed=3)
+    rounding.check_state({"stochastic_rounding": {"seed": 2**63, "steps": 0}})
+    with pytest.raises(ValueError, match="seed"):
+        rounding.check_state({"stochastic_rounding": {"seed": seed, "steps": 0}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from meshstep.optim import (
     Fingerprints,
     Measure,
     ParallelOptimizer,
+    ParamTransform,
+    PlacementContext,
+    Position,
     Reduce,
     Sharded,
+    StatePlacement,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
@@ -194,3 +199,37 @@ def test_deprecated_exchange_argument_of_sharded_warns() -> None:
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
     with pytest.raises(TypeError, match="compression is given twice"):
         Sharded(compression=Bf16Compression(), exchange=Bf16Compression())  # type: ignore[call-arg]
+
+
+class Counted(ParamTransform):
+    """A transform with the deprecated form of `step`, which gets the update only."""
+
+    updates = 0
+
+    def step(self, update: Callable[[], object]) -> None:  # type: ignore[override]
+        self.updates += 1
+        update()
+
+
+class Counting(StatePlacement):
+    position = Position.STATE
+
+    def check(self, context: PlacementContext) -> None:
+        pass
+
+    def transform(self, context: PlacementContext) -> ParamTransform:
+        self.made = Counted()
+        return self.made
+
+
+def test_transform_whose_step_gets_the_update_only_warns_and_works() -> None:
+    model, counting = nn.Linear(2, 1, bias=False), Counting()
+    nn.init.ones_(model.weight)
+    declare(model, {"*": P()})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.warns(DeprecationWarning, match=r"write step\(self, request, update\) and call update\(request\)"):
+        optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), states=counting)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert counting.made.updates == 1
+    assert model.weight.tolist() == [[0.5, 0.5]]

@@ -462,7 +462,8 @@ def test_simulation_finds_planted_synchronization_defect_of_host_decision(
 def test_host_decision_returns_the_values_of_the_device_and_no_factor_without_one() -> None:
     with simulated_cuda():
         skip = torch.ones((), device=SECOND)
-        assert HostDecision(skip, None).wait() == (1, None)
+        found, factor = HostDecision(skip, None).wait()
+        assert (float(found), factor) == (1.0, None)
         found, factor = HostDecision(skip, skip / 4).wait()
     assert factor is not None
     assert (found.device, float(found), float(factor)) == (CPU, 1.0, 0.25)

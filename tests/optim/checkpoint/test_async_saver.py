@@ -105,6 +105,16 @@ def plainly(path: Path) -> list[float]:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
+def call_next(saver: AsyncSaver, run: Run, call: str) -> None:
+    if call == "save":
+        saver.save(run.model, run.optimizer)
+    elif call == "end of with":
+        with saver:
+            pass
+    else:
+        getattr(saver, call)()
+
+
 def fails(path: Path, next_call: str) -> list[str]:
     """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the names of the files, and the
     extra value of the checkpoint that is loaded afterwards."""
@@ -124,13 +134,7 @@ def fails(path: Path, next_call: str) -> list[str]:
         for step in range(2):
             run.step(step)  # training continues meanwhile
         with pytest.raises((RuntimeError, ValueError)) as error:
-            if next_call == "save":
-                saver.save(run.model, run.optimizer)
-            elif next_call == "end of with":
-                with saver:
-                    pass
-            else:
-                getattr(saver, next_call)()
+            call_next(saver, run, next_call)
         messages.append(str(error.value))
     messages += sorted(entry.name for entry in path.iterdir())
     if next_call in ("save", "wait"):

@@ -88,7 +88,9 @@ def strided(split_factor: int) -> str:
     ("split_factor", "text"),
     [(2, "P(('tensor', 'data'))"), (3, "with split factor 3 doesn't fit"), (4, "with split factor 4 doesn't fit")],
 )
-def test_split_factor_of_strided_shard_must_be_a_product_of_mesh_sizes(world: World, split_factor: int, text: str) -> None:
+def test_split_factor_of_strided_shard_must_be_a_product_of_mesh_sizes(
+    world: World, split_factor: int, text: str
+) -> None:
     for found in world.run(4, strided, split_factor):
         assert text in found
 
@@ -170,6 +172,27 @@ def test_dtensors_on_unmatched_mesh_or_without_spec_or_with_muon_are_rejected(
     world: World, kind: str, message: str
 ) -> None:
     assert message in world.run(4, refused, kind)[0]
+
+
+def step_with_undeclared_plain_parameter(named: bool) -> str:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with registry_of((("tensor", 2),)) as registry:
+        model: Any = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(randn(4, 6), registry.device_mesh("tensor"), (Shard(0),)))
+        model.bias = nn.Parameter(randn(2))
+        params = model.named_parameters() if named else model.parameters()
+        optimizer = ParallelOptimizer(torch.optim.SGD(params, lr=1.0), registry, check_replicas=True)
+        optimizer.backward(model.weight.to_local().sum() + model.bias.sum())
+        optimizer.step()
+        return str(optimizer.model_plan.entries[1].spec)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_undeclared_plain_parameter_beside_dtensors_counts_as_replicated_over_their_mesh(
+    world: World, named: bool
+) -> None:
+    assert world.run(2, step_with_undeclared_plain_parameter, named) == ["P()"] * 2
 
 
 def spec_on_unnamed_mesh() -> str:

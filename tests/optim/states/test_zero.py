@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from optimizers import FOR_HALF_TYPES, adamw
 from precision_modes import MODES
@@ -168,6 +168,28 @@ def test_zero1_with_ddp_matches_ddp_alone(world: World) -> None:
     for found, measured, _ in world.run(2, train, DATA2, "bf16", "adamw", 10, options, 2):
         assert difference(found, expected) <= 2e-2
         assert measured == pytest.approx(norms, rel=2e-2)
+
+
+def train_by_ddp(options: dict[str, Any]) -> list[list[float]]:
+    """Train in a DDP over three ranks. Return the parameters."""
+    with ProcessGroupRegistry(Topology(data=3)) as registry:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 4)
+        declare(model, {"*": P()})
+        ddp = DistributedDataParallel(model, process_group=registry.group("data"))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(sgd, registry, data_parallel=ddp, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + registry.global_rank))
+            optimizer.backward(ddp(x).square().mean())
+            optimizer.step()
+        return [param.flatten().tolist() for param in model.parameters()]
+
+
+def test_zero1_does_not_average_gradients_again_that_ddp_averaged(world: World) -> None:
+    """A sum of three equal gradients, divided by 3, would differ from the gradient in the last bits."""
+    assert world.run(3, train_by_ddp, {"states": Sharded("data")}) == world.run(3, train_by_ddp, {})
 
 
 def train_dtensors(options: dict[str, Any]) -> list[Tensor]:

@@ -568,7 +568,7 @@ class Stepped(NamedTuple):
     """A tensor that the optimizer steps, with its name and region in the checkpoint.
 
     Args:
-        param: The model parameter.
+        param: This rank's shard of the model parameter; for a DTensor its local tensor.
         tensor: The stepped tensor: ``param``, a shard of it, an offloaded copy, or the float32 master weight of these.
         name: The logical name of the parameter, which is in the keys of the checkpoint.
         region: The region of the full tensor that ``tensor`` holds.

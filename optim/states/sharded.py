@@ -5,7 +5,7 @@
 
 An all-reduce consists of a reduce-scatter and an all-gather. So in ZeRO-1 the communication volume is the same as with
 replicated data parallelism. With an axis of size N, each rank has 1 / N of the update's work, and of the memory for
-optimizer states and masters, up to a few elements per bucket.
+optimizer states and masters, apart from padding of a few elements per parameter.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """

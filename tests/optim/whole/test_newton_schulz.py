@@ -74,7 +74,9 @@ def test_newton_schulz_on_gram_matrix_without_restart_has_over_three_times_the_e
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), LONG])
-def test_newton_schulz_is_bitwise_independent_of_scale(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_newton_schulz_is_bitwise_unchanged_by_scaling_with_powers_of_two(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     matrix = SPECTRA["random"](*shape).to(dtype)
     expected = newton_schulz(matrix)
     for exponent in (-80, -40, 40, 80):

@@ -92,7 +92,7 @@ def check_every(every: object, said: str) -> None:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Compare replicas periodically in a long run, to detect silent data corruption: ``check_replicas=Fingerprints()``.
+    """A setting of ``check_replicas=``: compare replicas periodically in a long run, to detect silent data corruption.
 
         optimizer = ParallelOptimizer(adamw, registry, check_replicas=Fingerprints(every=100))
         ...

@@ -100,7 +100,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def trained(self) -> bool:
-        """Return False if the parameter was frozen when it was added, or at the last `ParallelOptimizer.refresh`."""
+        """Return True if the parameter required a gradient when it was added or, if later, at the last `refresh`."""
         return self.entry.trained
 
 

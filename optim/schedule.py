@@ -153,10 +153,10 @@ class Hold:
     """Advances a schedule in each call of `step`, except in an accumulation window and after a skipped optimizer step.
 
     The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
-    call of `step`, the flag of its last step is read again.
+    call of `step`, as when a CUDA graph replays its steps, the flag of its last step is read again.
 
-    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` advances
-    the schedule at once, and `settle` undoes the advance if the optimizer's step was skipped. Without ``take_back``,
+    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` advances the
+    schedule at once, and `settle` undoes the advance if the optimizer's step was skipped. Without ``take_back``,
     `settle` advances the schedule if the step was taken. A hook of the optimizer calls `settle` before the optimizer's
     next step. A replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if
     no hook ran since the last call of `step`.

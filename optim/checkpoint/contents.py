@@ -331,7 +331,7 @@ class PieceState:
 
     @property
     def is_begun(self) -> bool:
-        """Return True if the optimizer has updated the shard: it has states, and its step count is not 0.
+        """Return True if the optimizer has updated the shard: it has states, and no step count of 0.
 
         A fused optimizer creates states with a step count of 0 if its first step is skipped.
         """
@@ -691,9 +691,8 @@ def initial_states(
 ) -> Iterator[tuple[str, SavedTensor]]:
     """Yield (key of the checkpoint, initial values) for states that this rank's shards lack and other shards have.
 
-    Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin.
-
-    Some of them depend on the hyper-parameters of the param groups of ``optimizer``, the wrapped torch optimizer.
+    Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin. Some
+    values depend on hyper-parameters of ``optimizer``, the wrapped torch optimizer.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}

@@ -285,7 +285,7 @@ class ParamTransform:
     """True if an override of `micro_batch` issues all of its collectives even if its body raises."""
     may_step_partially = False
     """True if the transforms between this one and the optimizer that override `step` or `write_back` all have
-    ``supports_partial_step``. The chain sets it."""
+    ``supports_partial_step``. `TransformChain` sets it."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
         """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
@@ -304,8 +304,8 @@ class ParamTransform:
     def agree(self, positions: Sequence[ParamPosition], plan: ReductionPlan, earlier_error: Exception | None) -> None:
         """Agree with the other ranks on the tensors that `install` will replace. Default: no agreement.
 
-        The chain calls it before each `install`. It also calls it after an earlier transform failed on this rank, so that
-        the other ranks, which may call a collective here, do not wait for this rank.
+        `TransformChain` calls it before each `install`. It also calls it after an earlier transform failed on this rank,
+        so that the other ranks, which may call a collective here, do not wait for this rank.
 
         Args:
             positions: As in `install`. After an error, the positions before the transform that failed.
@@ -317,8 +317,8 @@ class ParamTransform:
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Return the replacements of the tensors in ``positions``. A tensor without an entry is not replaced.
 
-        The chain calls it again when param groups are added or refreshed, with the positions of the parameters that are
-        new or were unfrozen; there may be none.
+        `TransformChain` calls it again when param groups are added or refreshed, with the positions of the parameters
+        that are new or were unfrozen; there may be none.
         """
         return {}
 

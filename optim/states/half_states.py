@@ -121,7 +121,7 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round states that are not bfloat16. torch's `load_state_dict` casts loaded states to the parameters' dtype."""
+        """Round states that are not bfloat16, for example because torch's `load_state_dict` cast them to float32."""
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:

@@ -220,7 +220,7 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"masters": {position in the param groups: float32 master}}``. Allocates 4 bytes per element."""
+        """Return ``{"masters": {index in the list of all parameters: float32 master}}``. Allocates 4 bytes per element."""
         self._drop_written()
         masters = {
             position: join_master(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()

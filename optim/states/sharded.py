@@ -618,8 +618,8 @@ class Shards(ParamTransform):
     def _is_late(self, entry: ParameterEntry) -> bool:
         """Return True if the parameter's bucket must be reduced after backward, not during it.
 
-        It must if the parameter is owned, if its bucket's layout differs between ranks, or if the model may issue
-        collectives over a data axis.
+        It must if the parameter is owned (``P(owned=...)``), if its bucket's layout differs between ranks, or if the
+        model may issue collectives over a data axis.
         """
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 

@@ -152,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
         help="check at most N parameters, spread evenly; not used with --infer",
     )
     add(
-        "--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; needed for DTensors"
+        "--own-dtype",
+        action="store_true",
+        help="compute in the model's own dtype, not in float64; needed for float32 DTensors",
     )
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for the whole audit (default: %(default)s)")
     return parser

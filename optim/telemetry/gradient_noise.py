@@ -154,7 +154,6 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
 
     Args:
         tensors: Tensors on any device and of any float dtype.
-        device: Device of the result.
         constants: Cache of small device tensors. Indices into the result are stored there.
     """
     dtype = accumulation_dtype(device)
@@ -181,9 +180,7 @@ def counts(
     device without float64.
 
     Args:
-        gradients: The gradients.
         numels: Per gradient, the number of elements that count as zeros if it is None.
-        device: Device of the result.
         constants: Cache of small device tensors. ``numels`` and indices into the result are stored there.
     """
     dtype = accumulation_dtype(device)
@@ -271,7 +268,6 @@ class LocalGradients:
     Args:
         params: The model's parameters, which hold the gradients after backward, in the order of the plan's entries.
         plan: The plan of the parameters.
-        registry: The process groups.
         device: Device of the result.
         constants: Cache of small device tensors, for this plan only.
     """

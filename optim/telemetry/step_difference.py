@@ -40,10 +40,8 @@ def first_difference(pair: StepPair) -> Difference | None:
 class _Report:
     """Creates the `Difference` of one step and one quantity.
 
-    Args:
-        pair: The step.
-        quantity: As in `Difference`.
-        names: The differing parameters; the first one is named unless another one is given.
+    ``quantity`` is as in `Difference`. ``names`` has the differing parameters; a `Difference` names the first one, unless
+    the call gives another ``parameter``.
     """
 
     def __init__(self, pair: StepPair, quantity: str, names: Sequence[str]) -> None:
@@ -363,11 +361,7 @@ def _other_terms(pair: StepPair, report: _Report, same_batch: bool) -> Differenc
 def _cause_of_factor(pair: StepPair, report: _Report, ratio: float, name: str) -> Difference:
     """Return the difference for gradients or updates of B that are ``ratio`` times those of A.
 
-    Args:
-        pair: The step.
-        report: Makes the difference.
-        ratio: The ratio of ``name``.
-        name: The parameter that shows the cause.
+    ``name`` is the parameter that shows the cause, and ``ratio`` its ratio.
     """
     limit = max(3 * pair.tolerance(name), 1e-3)
     match = pair.axis_of_ratio(ratio, report.names, limit) if ratio > 0 else None
@@ -389,7 +383,6 @@ def _explanations(
     """Yield (cause, text, axis) for each explanation of a ratio, the most probable explanation first.
 
     Args:
-        pair: The step.
         report: Has the names of the parameters that differ, and the quantity: "gradient" or "update".
         ratio: The gradients or updates of run B are ``ratio`` times those of run A.
         limit: The relative tolerance with which the ratio is compared with loss scales and other numbers.

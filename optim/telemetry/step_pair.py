@@ -88,9 +88,6 @@ class Difference:
 class Accepted:
     """Distances that earlier steps accepted as rounding.
 
-    Args:
-        tolerances: The tolerances.
-
     Attributes:
         slack: By parameter, the sum of the accepted distances of earlier updates. The update of a step that was not
             compared counts like the last compared update.
@@ -144,12 +141,8 @@ class AxisMatch(NamedTuple):
 class StepPair:
     """One recorded step of two runs.
 
-    Args:
-        step: Number of the step.
-        a, b: The step of run A and of run B.
-        accepted: The distances that earlier steps accepted.
-
     Attributes:
+        a, b: The step of run A and of run B.
         names: The parameters of both runs, in the order of A.
         drift: Relative distance of all weights together; set by the comparison of weights.
     """
@@ -276,9 +269,7 @@ class StepPair:
     def axis_of_shards(self, names: Sequence[str], exact: bool) -> str | None:
         """Return the axis over which the given parameters are sharded. None: there is no such axis, or these are all.
 
-        Args:
-            names: The parameters.
-            exact: True: no other parameter may be sharded over the axis. False: others may be.
+        With ``exact``, no other parameter may be sharded over the axis.
         """
         chosen, found = {*names}, []
         for _, run, other in self.sides:

@@ -287,7 +287,6 @@ class PowerIteration:
         Args:
             pieces: The stepped tensors.
             vectors: {name: v}, or {name: u} if ``transposed``.
-            transposed: True: multiply by the transposed matrices.
 
         Collectives: an all-reduce over the world; none with one rank, or if there are no matrices.
         """
@@ -450,19 +449,11 @@ class Planned:
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """Return the sum of ``squares`` over the parameters that the noise scale includes, 0-dim.
-
-        Args:
-            squares: One value per logical parameter, [logical parameters].
-        """
+        """Return the sum of ``squares``, [logical parameters], over the parameters that the noise scale includes, 0-dim."""
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """Return ``counts`` divided by each label's number of trainable elements; NaN for a label without any.
-
-        Args:
-            counts: Numbers of elements per label, [..., labels].
-        """
+        """Return ``counts``, [..., labels], divided by each label's number of trainable elements; NaN if it has none."""
         return counts / self._elements
 
     def summed(self, packed: Tensor) -> Tensor:

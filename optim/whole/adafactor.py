@@ -216,7 +216,6 @@ class FactoredOptimizer(WholeOptimizer):
         """Move states of factored tensors in place toward new means, unless the step is skipped.
 
         Args:
-            slots: The slots.
             names: Names of the states with the means per row and per column.
             means: The new means, [rows, columns] of the first slot, and so on.
             rate: The fraction, or one fraction per slot, [slots].
@@ -260,10 +259,8 @@ class Chunk:
 def stacked_factors(stack: Sequence[Slot], rows: str, columns: str, least: float | None) -> tuple[Tensor, Tensor]:
     """Return (row means / their mean, column means) of slots with equal layouts.
 
-    Args:
-        stack: The slots.
-        rows, columns: Names of the states that have the means.
-        least: Lower limit of the mean of the row means. None: no limit.
+    ``rows`` and ``columns`` are the names of the states that have the means. ``least`` is a lower limit of the mean of
+    the row means. None: no limit.
     """
     left, right = (torch.stack([slot.state[key] for slot in stack]) for key in (rows, columns))
     # one sum per matrix, which does not depend on the other matrices: bitwise identical on all ranks
@@ -611,7 +608,6 @@ class CAME(FactoredOptimizer):
         The keys are the names of the states: ``exp_avg_res_row`` and ``exp_avg_res_col``.
 
         Args:
-            slot: The stepped tensor.
             a: 1 - 1 / k, where the scaled gradient u is divided by k before it is added to the momentum.
             uu: The sums of u^2 per row and per column.
             sums: Yields the sums of e^2 and of e u, each per row and per column. e is u minus the old momentum.
@@ -673,10 +669,8 @@ class CAME(FactoredOptimizer):
     ) -> None:
         """Change momentum, squared differences and parameters in place.
 
-        Args:
-            chunk: The slots.
-            factors: The `_inverse_roots` of the chunk's stacks.
-            sums: The sums that `_residuals` requests, by position.
+        ``factors`` has the `_inverse_roots` of the chunk's stacks, and ``sums`` the sums that `_residuals` requests, by
+        position.
         """
         group, factored, momenta = chunk.group, chunk.factored, [slot.state["exp_avg"] for slot in chunk.slots]
         # the sum of u^2 per row adds up to the sum of u^2
@@ -697,10 +691,8 @@ class CAME(FactoredOptimizer):
     def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change the means of the squared differences in place, as `_instability` computes them for each slot.
 
-        Args:
-            slots: Factored slots of one param group.
-            a: `_instability`'s argument for each slot, [slots].
-            sums: The sums that `_residuals` requests, by position.
+        The slots are factored and of one param group. ``a`` has `_instability`'s argument for each slot, [slots].
+        ``sums`` has the sums that `_residuals` requests, by position.
         """
         group, rates = slots[0].group, a.repeat_interleave(2)
         uu, ee, eu = ([one for slot in slots for one in sums[slot.position][which : which + 2]] for which in (0, 2, 4))
@@ -721,9 +713,7 @@ class CAME(FactoredOptimizer):
 def _inverse_roots(stack: Sequence[Slot], what: str) -> tuple[Tensor, Tensor]:
     """Return the factors of 1 / sqrt(means of squares) of slots with equal layouts: `stacked_factors` to the power -1/2.
 
-    Args:
-        stack: The slots.
-        what: Selects the means: ``"sq"``: of squared gradients, ``"res"``: of squared differences (the instability).
+    ``what`` selects the means: ``"sq"`` of squared gradients, ``"res"`` of squared differences (the instability).
     """
     left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
     return left.rsqrt_(), right.rsqrt_()

@@ -69,9 +69,7 @@ def _beneath(path: str, key: Any) -> str:
 def nested(found: Mapping[str, Any], device: torch.device) -> Any:
     """Return the nested value from which `flattened` made ``found``. Mappings of any type become dicts.
 
-    Args:
-        found: The result of `flattened`.
-        device: Device for the tensors that were not on the CPU; the other tensors go to the CPU.
+    Tensors that were not on the CPU go to ``device``, the other tensors to the CPU.
 
     Host synchronization: yes, if the JSON text, or a tensor that was on the CPU, is on a GPU.
     """
@@ -191,11 +189,9 @@ class AnyOptimizer(HomeOptimizer):
             yield Update(slot, found.get(slot.position, slot.param), {})
 
     def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
-        """Step one full tensor on its owner rank, update its state, and return the new weights.
+        """Step one full tensor on its owner rank, update its state in ``slot.state``, and return the new weights.
 
-        Args:
-            lists: The full parameter and its full gradient.
-            slot: This rank's shard of the parameter, whose state dict stores the state of the full parameter.
+        ``lists`` has the full parameter and its full gradient. ``slot`` is this rank's shard of the parameter.
         """
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))

@@ -111,11 +111,7 @@ def _norm(x: Tensor, order: float = 2.0) -> Tensor:
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Apply X <- a X + (b A + c A A) X with A = X X^T ``steps`` times, and return X.
 
-    Args:
-        x: [short side, long side], or a stack of such matrices, with singular values up to 1. Its memory may be
-            overwritten.
-        coefficients: a, b and c.
-        steps: Number of steps.
+    ``x`` is [short side, long side], or a stack of such matrices, with singular values up to 1. It may be overwritten.
     """
     a, b, c = coefficients
     mm, addmm = _products(x)
@@ -131,13 +127,8 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Return the same as `on_matrix` except for rounding, with fewer operations if the long side is much longer.
 
-    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by their product.
-
-    Args:
-        x: [short side, long side], or a stack of such matrices, with singular values up to 1. Its memory may be
-            overwritten.
-        coefficients: a, b and c.
-        steps: Number of steps.
+    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by their product. ``x`` is as in
+    `on_matrix`.
     """
     a, b, c = coefficients
     mm, addmm = _products(x)

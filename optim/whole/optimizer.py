@@ -524,7 +524,6 @@ def fused_adamw(
         params: Contiguous tensors of the shapes of the slots.
         steps: Step counts before this step, one tensor per slot; changed in place.
         found_inf: 0-dim float32; None: 0.
-        lr, weight_decay, betas, eps: Options of AdamW.
     """
     adamw(
         list(params),
@@ -735,9 +734,6 @@ def _number_in(count: Tensor) -> int:
 def named(name: str, matrix: Matrix, which: Any = None) -> str:
     """Return the key of a matrix's state in the optimizer state, such as ``"exp_avg.0"`` or ``"root.0.1"``.
 
-    Args:
-        name: Name of the state.
-        matrix: The matrix, whose number is in the key.
-        which: Index of the state, if the matrix has several states of this name. None: it has one.
+    ``which`` is the index of the state, if the matrix has several states of this name. None: it has one.
     """
     return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

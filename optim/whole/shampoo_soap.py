@@ -81,9 +81,7 @@ def gram(g: Tensor, dim: int) -> Tensor:
 def into(x: Tensor, bases: Sides) -> Tensor:
     """Multiply each dim of ``x`` by a matrix: for a matrix X and ``bases`` (Q_L, Q_R), return Q_L^T X Q_R.
 
-    Args:
-        x: A tensor of any number of dims.
-        bases: One square matrix per dim. None: the dim is unchanged.
+    ``x`` has any number of dims. ``bases`` has one square matrix per dim; None: the dim is unchanged.
     """
     for q in bases:
         x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, ([0], [0]))
@@ -239,9 +237,7 @@ class PreconditionedOptimizer(HomeOptimizer):
 
         The keys are positions: indices of the stepped tensors over all param groups.
 
-        Args:
-            slots: The stepped tensors.
-            taken: {position: number of earlier steps}.
+        ``taken`` is {position: number of earlier steps}.
 
         Collectives: at most two all-to-alls per round of matrices, as in `Homes.map`.
         """
@@ -502,12 +498,12 @@ class Shampoo(PreconditionedOptimizer):
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (new first moment, new second moment, grafted step).
 
+    The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]`` is "sgd".
+
     Args:
-        m: The old first moment.
-        v: The old second moment.
+        m, v: The old moments.
         g: The gradient.
-        group: The param group. The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]``
-            is "sgd".
+        group: The param group.
         t: Number of steps, including the present one.
     """
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]

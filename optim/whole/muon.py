@@ -409,7 +409,8 @@ class Muon(WholeOptimizer):
         if any(part["params"] for part in rest):
             raise ValueError(
                 "Muon would step some parameters of the param group, and AdamW others (with fewer than two dims, or a name "
-                "that matches adamw_names); add two groups, or set 'algorithm' in the group to 'muon' or 'adamw'"
+                "that matches adamw_names); add two groups, or set 'algorithm': 'adamw' in the group, or 'muon' if all its "
+                "parameters have two or more dims"
             )
         super().add_param_group({**self._adamw, **own} if own["algorithm"] == "adamw" else own)
 

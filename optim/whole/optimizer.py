@@ -641,8 +641,9 @@ class HomeOptimizer(WholeOptimizer):
         self._with_others = True
         if alone := [rank for rank, (_, stepped_alone) in enumerate(ranks) if stepped_alone]:
             raise ValueError(
-                f"{type(self).__name__} has stepped without ParallelOptimizer on rank {alone[0]}, and has states; pass it "
-                "to ParallelOptimizer before its first step, or continue from a checkpoint (load_checkpoint)"
+                f"{type(self).__name__} has states on rank {alone[0]} from a step or load_state_dict without "
+                "ParallelOptimizer; pass it to ParallelOptimizer before its first step and load, or continue from a "
+                "checkpoint (load_checkpoint)"
             )
         return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 

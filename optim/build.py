@@ -610,7 +610,10 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
     """Yield the reasons why a CUDA graph can't capture the update of a torch optimizer on ``device``."""
     kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
-        yield f"{kind} decides on the host whether to skip: create it with fused=True, if it has this argument"
+        yield (
+            f"{kind} decides on the host whether to skip: create it with fused=True, if it has this argument (SGD with "
+            "dampening also needs a step with all gradients before the capture)"
+        )
     for part in parts_of(optimizer):
         if reason := getattr(part, "not_captured", None):
             yield f"{type(part).__name__} {reason}"

@@ -287,7 +287,7 @@ class Explainer:
         self.differences, self.topology = differences, differences.topology
 
     def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
-        """Return an `Explanation` by the first contract under which the parameter's gradient is the derivative of the loss.
+        """Return an `Explanation` with the first contract under which the gradient is the derivative of the loss.
 
         A contract says how the derivative of the loss follows from the ranks' gradients. If there is no such contract,
         the first one is taken under which the gradient is a multiple of the derivative, or else None.

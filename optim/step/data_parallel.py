@@ -258,7 +258,7 @@ class FixedOrderSync(GradSyncController):
         if any(param.grad is not None for param in self._total.params):
             raise RuntimeError(
                 "parameters have gradients before the backward of a micro-batch: with sum_order='fixed' call zero_grad() "
-                "after each step, and optimizer.backward(loss) for each micro-batch"
+                "after each step, without set_to_none=False, and optimizer.backward(loss) for each micro-batch"
             )
         with super().micro_batch(window):
             yield

@@ -202,7 +202,7 @@ class ParamFacts(NamedTuple):
 
 
 class ErrorFacts(NamedTuple):
-    """The errors of one rank, of which the other ranks learn by the next step.
+    """The errors of one rank that the next step reports to the other ranks.
 
     Args:
         now: The class name and text of an error that this rank raises at the end of the step; the step is skipped on
@@ -709,7 +709,8 @@ def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
         f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, so no step would update "
-        "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps"
+        "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps; if there "
+        "are gradients, call zero_grad() before it (with accumulation_steps, in the `except` block of this error)"
     )
 
 

@@ -661,7 +661,8 @@ class Window:
                 raise RuntimeError(
                     f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
                     f"{index}, shape {tuple(params[index].shape)}), for example by module.zero_grad() or another "
-                    "optimizer: clear gradients only with zero_grad() of this optimizer"
+                    "optimizer: clear gradients only with zero_grad() of this optimizer. To abandon this window, call it "
+                    "in the `except` block of this error"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(

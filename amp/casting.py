@@ -25,12 +25,8 @@ def is_half(tensor: Tensor) -> bool:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every real floating-point tensor cast to ``dtype``. The cast is differentiable.
 
-    The function casts within tuples, named tuples, lists and dicts. All other values are returned unchanged, including
-    integer, bool and complex tensors.
-
-    Args:
-        value: A tensor, a nested container, or any other object.
-        dtype: The floating-point dtype of the result.
+    The function casts within nested tuples, named tuples, lists and dicts. All other values are returned unchanged,
+    including integer, bool and complex tensors.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -52,7 +48,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
 
     Args:
         model: Any module; tied parameters stay tied.
-        wanted: Called with a module and its parameter or buffer; returns the dtype that the tensor must have.
+        wanted: Returns the dtype that a parameter or buffer must have; called as ``wanted(module, tensor)``.
     Returns:
         True if any tensor was cast.
     Raises:

@@ -127,9 +127,7 @@ class _Fp8Linear(torch.autograd.Function):
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the product ``a @ b.T`` of two scaled 8-bit matrices, summed in float32: [m, k] x [n, k] -> [m, n].
 
-    Args:
-        a, b: 8-bit matrices with their inverse scales. Both have a single scale, or both have one scale per row.
-        dtype: The dtype of the result.
+    The matrices both have a single scale, or both have one scale per row. ``dtype`` is the dtype of the result.
     """
     by_row, device = a.inverse_scale.dim() > 0, a.values.device
     if a.values.numel() and has_fp8(device):
@@ -378,7 +376,7 @@ def global_amax(
         axes: Axes that shard the tensors. A tensor may be replicated over some of them. Default: none.
     Returns:
         One 0-dim float32 tensor per tensor.
-    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
+    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
     return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
 
@@ -386,15 +384,11 @@ def global_amax(
 def max_over_ranks(
     maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Return the elementwise maximum of each tensor over all ranks along ``axes``.
+    """Return the elementwise maximum of each float32 tensor over all ranks along ``axes``.
 
-    Args:
-        maxima: float32 tensors on this rank, with the same shapes on all ranks.
-        registry: The process groups. Default None: return ``maxima`` as a tuple.
-        axes: The axes to reduce over. Default: none.
-    Returns:
-        float32 tensors, with the shapes of ``maxima``.
-    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
+    The shapes must be the same on all ranks. Without a registry or axes, the result is ``maxima`` as a tuple.
+
+    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
     if registry is None or not axes or registry.size(*axes) == 1:
         return tuple(maxima)

@@ -500,10 +500,9 @@ def _check_seed(value: object, field: str) -> None:
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if a bfloat16 parameter has no name and is not tied, so that its noise cannot be seeded.
+    """Raise ValueError if a bfloat16 parameter of the (name, parameter) pairs has no name and is not tied.
 
-    Args:
-        params: Pairs (name or None, parameter).
+    The seed of a parameter's rounding noise contains its name.
     """
     for name, param in params:
         annotation = annotation_of(param)

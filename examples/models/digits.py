@@ -64,9 +64,8 @@ def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[st
         dist.gather_object(held, everybody if registry.global_rank == 0 else None)
     if registry.global_rank != 0:
         return None
-    specs = {
-        name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()
-    }  # a rank may lack some parameters
+    # From all ranks, because a rank may lack some parameters.
+    specs = {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}
     full = {
         name: join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, registry.topology)
         for name, spec in specs.items()

@@ -485,12 +485,10 @@ def layout_of(
 
 
 def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer") -> P:
-    """Return the spec of the weight of a base layer.
+    """Return the spec of the weight of a base layer. With one rank, an undeclared weight counts as replicated.
 
-    Args:
-        weight: A declared parameter or a DTensor.
-        topology: Provides the axes. With one rank, an undeclared weight counts as replicated.
-        name: Name of the layer in errors. Default: "the base layer".
+    Errors name the layer ``name``.
+
     Raises:
         ValueError: The weight has no spec, is declared with ``owned=``, or the spec does not fit the topology.
     """
@@ -535,9 +533,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     Axes of size 1, axes over which gradients are partial, and data axes over which `fully_shard` shards a factor are not
     compared. With one rank nothing is checked. Ranks with equal declarations raise the same error.
 
-    Args:
-        factors: (name, parameter) pairs of A, B and, with DoRA, the magnitudes.
-        layout: The layout of the adapter, derived from the base layer.
+    ``factors`` are (name, parameter) pairs of A, B and, with DoRA, the magnitudes.
     """
     topology = layout.registry.topology
     for (name, param), expected in zip(factors, (layout.first, layout.second, layout.magnitude), strict=False):

@@ -465,7 +465,7 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
         given, wanted = without_axes(placed, [*stored, *outside]), without_axes(single, outside)
         if (given.entries, given.blocks) != (wanted.entries, wanted.blocks):
             raise ValueError(
-                f"{name} is a DTensor with the layout {placed}, but beside its base layer it must be {single}; {_INSTEAD}"
+                f"{name} is a DTensor with the layout {placed}, but its base layer requires {single}; {_INSTEAD}"
             )
         if stored:  # `fully_shard` has sharded the factor further, so only its global shape can be compared
             expected, found = local_shape(full, without_axes(single, meshed), topology, coordinate), tuple(param.shape)

@@ -224,10 +224,8 @@ def grouped_layout_of(
     expert_axes: str | tuple[str, ...],
     name: str,
 ) -> GroupedLayout:
-    """Return the layout of the factors of a parameter of several experts.
+    """Return the layout of the factors of a parameter of several experts. The arguments are as in `GroupedLoRA`.
 
-    Args:
-        base, parameter, registry, is_transposed, expert_axes, name: As in `GroupedLoRA`; ``parameter`` is one name.
     Raises:
         ValueError: The parameter does not exist, is not declared, does not have three dims, or is declared with
             ``owned=``.

@@ -444,14 +444,12 @@ def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
     """Return the name that a layer has in the dense model, for each rank along the axes that stack experts.
 
     If each rank has the experts 0 to n - 1 in an `nn.ModuleList`, the expert i of the rank k is the expert k * n + i of the
-    dense model. In nested lists, the innermost list has the experts.
+    dense model. In nested lists, the innermost list has the experts. The result is None if the layer is in no list.
 
     Args:
         model: The model.
         name: Name of the layer on this rank.
         ranks: Number of ranks along the axes; 1 for a layer that is not of an expert.
-    Returns:
-        One name per rank. None if the layer is in no list.
     """
     if ranks == 1:
         return [name]

@@ -329,10 +329,9 @@ def mesh_ranks(param: DTensor) -> tuple[int, ...]:
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes that `settle_sums` stored for a DTensor: its gradient is partial over them, and must be summed.
+    """Return the axes that `settle_sums` stored for the DTensor of the local parameter ``piece``.
 
-    Args:
-        piece: The local parameter of the DTensor.
+    The gradient of the DTensor is partial over them, and must be summed.
     """
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
@@ -483,12 +482,8 @@ def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
 
 
 def sums_seen(params: Iterable[Tensor]) -> Sums:
-    """Return for each DTensor with a gradient the axes over which the gradient is partial but not declared partial.
+    """Implement `local_parameters.sums_seen`: return the undeclared partial axes of each DTensor's gradient.
 
-    Args:
-        params: Any parameters; plain tensors are ignored.
-    Returns:
-        A dict from a key of the DTensor, which is the same on all ranks of its mesh, to the axes.
     Raises:
         ValueError: The placements of a gradient can't be converted to those of its parameter by slicing or summing; or a
             gradient is not partial over an axis that is declared partial.
@@ -509,13 +504,9 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
 
 
 def settle(params: Iterable[Tensor], seen: Sequence[Sums]) -> bool:
-    """Store for each DTensor the union of the partial axes that `sums_seen` found on all ranks, by `settle_sums`.
+    """Implement `local_parameters.settle_sums`: store the union of the axes in ``seen`` for each DTensor.
 
-    Args:
-        params: The parameters that were passed to `sums_seen`, in the same order.
-        seen: The result of `sums_seen` on each rank.
-    Returns:
-        True if an axis was stored that was not stored before.
+    The axes are stored by `settle_sums` of this module. Return True if an axis was stored that was not stored before.
     """
     changed = False
     for key, param in _keyed(params):
@@ -751,15 +742,10 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 
 
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> LocalLists:
-    """Return the local parameter, the local gradient and the annotation of each parameter.
+    """Implement `local_parameters.local_gradients` for lists with DTensors: return the fields of its result.
 
-    Args:
-        params: Parameters; at least one is a DTensor. A plain parameter is its own local parameter.
-        topology: Provides the axes.
-        sum_partial: True: first replace partial gradients of DTensors by their sums, except gradients of parameters that
-            are declared partial. Default: False.
-    Returns:
-        The fields of `Gradients`, in the order of ``params``. A gradient or annotation is None if the parameter has none.
+    Results for DTensors are cached on the DTensors (`_Seen`).
+
     Raises:
         ValueError: The layout or the gradient of a DTensor is not supported; see `local_parameter` and `local_gradient`.
     Collectives: with ``sum_partial``, those of `sum_partial_gradient` for each partial gradient; else none.

@@ -186,11 +186,8 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
     """Return the mesh dims, averaged ranks and layouts of this rank's ``params``, as a `_View`.
 
-    If a mesh has no dim names, its dims are named dim_0, dim_1, ...
-
-    Args:
-        params: The model's parameters on this rank.
-        averaging: The meshes over which `fully_shard` averages gradients.
+    If a mesh has no dim names, its dims are named dim_0, dim_1, ... Over the meshes ``averaging``, `fully_shard` averages
+    gradients.
     """
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)

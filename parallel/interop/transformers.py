@@ -113,12 +113,8 @@ def sharded_model(model: nn.Module) -> Any:
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
     """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep).
 
-    ``fsdp`` is an alias for the axes ``efsdp`` and ``fsdp_in_ep``. ``ep`` is an alias for ``fsdp_in_ep`` and ``tp``.
-
-    Args:
-        pp, dp_replicate: Sizes of the dims that both meshes have.
-        fsdp, tp: Sizes of the other dims of the dense mesh.
-        efsdp, ep: Sizes of the other dims of the expert mesh.
+    The arguments are sizes of mesh dims; both meshes also have ``pp`` and ``dp_replicate``. ``fsdp`` is an alias for the
+    axes ``efsdp`` and ``fsdp_in_ep``. ``ep`` is an alias for ``fsdp_in_ep`` and ``tp``.
     """
     return Topology(
         pp=pp,
@@ -179,9 +175,7 @@ def _glob_of(name: str) -> str:
 def _remove_hooks(module: nn.Module, forward: Any) -> None:
     """Restore the module's original forward, and remove Transformers' hooks from its parameters.
 
-    Args:
-        module: A module whose forward Transformers has replaced.
-        forward: The forward that Transformers has set. None: `registry_of` has already restored the original; do nothing.
+    ``forward`` is the forward that Transformers has set. None: an earlier `registry_of` restored the original; do nothing.
     """
     if forward is None:
         return

@@ -143,12 +143,7 @@ class Embedding2D(nn.Module):
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
     """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks.
 
-    Args:
-        ids: Integers in 0..vocabulary-1.
-        weight: This rank's shard of the table [vocabulary, features].
-        vocabulary: Number of rows of the full table.
-        registry: Provides this rank's coordinate.
-        axis: The mesh axis that shards the rows.
+    ``weight`` is this rank's shard of the table [vocabulary, features], whose rows are sharded over ``axis``.
     """
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)

@@ -28,13 +28,9 @@ class SplitLayerNorm(nn.Module):
     """Common base class of `LayerNorm2D` and `LayerNorm3D`.
 
     Args:
-        features: Size of the full last dim.
-        registry: The process groups.
+        features, registry, eps, bias, device, dtype: As in the subclasses.
         feature_axis: The axis that shards the features.
         batch_axes: The axes over which backward sums the gradients of weight and bias.
-        eps: Added to the variance.
-        bias: If True, the layer has a bias.
-        device, dtype: Device and dtype of weight and bias. None: torch's defaults.
         partial: The axes over which the optimizer, and not backward, sums the gradients of weight and bias. Default: none.
     """
 
@@ -162,14 +158,10 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance over all features, the last dim, whose shards are on the ranks of ``cols``.
+    """Return the mean and the variance, [..., 1] each, over the features of all ranks in the group ``cols``.
 
-    Args:
-        x: This rank's shard [..., features of this rank].
-        features: Number of features over all ranks.
-        cols: The process group of the axis that shards the features.
-    Returns:
-        Mean and variance, [..., 1] each.
+    ``x`` is this rank's shard [..., features of this rank]. ``features`` is the number of features over all ranks.
+
     Collectives: one all-gather; two all-reduces if ``features`` is not divisible by the size of the group.
     """
     if features % cols.size:

@@ -239,14 +239,9 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 
 
 class _Reduction:
-    """Sums tensors over the ranks along an axis. The sum for each panel goes to the rank that owns the panel.
+    """Sums tensors over the ranks along ``axis``. The sum for each panel goes to the rank that owns the panel.
 
-    A reduction runs while the caller computes the next tensor.
-
-    Args:
-        dim: The dim along which a rank concatenates the sums that it owns.
-        grid: The grid of ranks.
-        axis: The axis.
+    A reduction runs while the caller computes the next tensor. A rank concatenates the sums that it owns along ``dim``.
     """
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:

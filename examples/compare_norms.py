@@ -38,7 +38,7 @@ def layer_input() -> Tensor:
 
 
 def dense_norm(input: Tensor) -> float:
-    """Return the exact norm: that of the dense layer in float64."""
+    """Return the gradient norm of the dense layer in float64, which is the exact norm."""
     torch.manual_seed(0)
     layer = nn.Linear(FEATURES, FEATURES).double()
     layer(input.double()).square().sum().backward()

@@ -86,7 +86,7 @@ def _write_caltech101(folder: Path) -> None:
 
 
 class Painter:
-    """Makes images [height, width, 3] from a fixed seed: the same calls in the same order give the same images."""
+    """Maker of images [height, width, 3] with a fixed seed: the same calls in the same order give the same images."""
 
     def __init__(self) -> None:
         self.photographs: list[Pixels] = load_sample_images().images  # china.jpg and flower.jpg, 427 x 640

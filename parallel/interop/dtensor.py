@@ -268,7 +268,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
         topology: Provides the axes. Default None: the mesh is not checked.
     Raises:
         ValueError: A placement can't be described by a spec, or the declaration contradicts the placements. With a
-            topology, also: a mesh dim has other ranks than all axes (`check_mesh`).
+            topology, also: the mesh lacks this rank, or has a dim whose ranks are not the ranks of axes (`check_mesh`).
     """
     # `to_local` is not used, because it would create a new view in every call.
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
@@ -459,7 +459,7 @@ def sum_partial_gradient(param: DTensor) -> None:
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from the local parameter ``piece``. If the DTensor ``param`` has no gradient, set it there."""
+    """Remove the gradient from the local parameter ``piece``. Give it to the DTensor ``param`` if that has no gradient."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))

@@ -171,8 +171,8 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
     """Context manager that yields the list of parameters, with each DTensor replaced by its local parameter.
 
     In the block, a local parameter uses the memory of the DTensor's local tensor, and its ``grad`` is the local tensor of
-    the DTensor's gradient. When the block ends, ``grad`` is removed from the local parameter. If the DTensor has no
-    gradient then, the removed gradient becomes the gradient of the DTensor.
+    the DTensor's gradient. When the block ends, ``grad`` is removed from the local parameter. It becomes the gradient of
+    the DTensor if the DTensor has none.
 
     Args:
         params: Any parameters.

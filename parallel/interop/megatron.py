@@ -118,7 +118,7 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
 
 
 class Rules:
-    """Translates Megatron's flags and name rules into specs, for the parameters of one model.
+    """Rules that translate Megatron's flags and parameter names into specs, for the parameters of one model.
 
     Args:
         model, registry, groups: As in `declare_by_flags`.

@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return `F.cross_entropy` of logits whose *last* dim, the classes, is sharded over ``axis``.
+    """Return `F.cross_entropy` of logits whose *last* dim, the classes, is sharded over an axis of size t.
 
         loss = vocab_parallel_cross_entropy(logits, target, registry)
 

@@ -239,7 +239,7 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 
 
 class _Reduction:
-    """Sums tensors over the ranks along ``axis``. The sum for each panel goes to the rank that owns the panel.
+    """Sums of tensors over the ranks along ``axis``, one sum per panel, on the rank that owns the panel.
 
     A reduction runs while the caller computes the next tensor. A rank concatenates the sums that it owns along ``dim``.
     """

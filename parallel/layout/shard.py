@@ -381,8 +381,8 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         ValueError: On all ranks along the sharded axes: ``local`` is None on a rank that must hold a shard, the shapes of
             the shards do not fit the spec, or shards have different dtypes or numbers of dims. On this rank: `P.validate`
             rejects the spec, for example because of an unknown axis.
-        TypeError: ``local`` is not a tensor, and the spec has no owned axes. The other ranks along the sharded axes raise
-            ValueError.
+        TypeError: ``local`` is neither a tensor nor None, on a rank that must hold a shard. The other ranks along the
+            sharded and owned axes raise ValueError.
     Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
     first three broadcasts over the owned axes: two of an object with the shard's shape and dtype, then one of the
     shard. None over groups of one rank.
@@ -535,7 +535,7 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
     """Broadcast the shard of the owner rank over the owned axes, and return it on every rank.
 
-    None: the shard of the owner rank is None.
+    If it is not a tensor, the owner rank returns it, and the other ranks return None.
     """
     spec.validate(len(spec.entries), registry.topology)
     axes = tuple(axis for axis, _ in spec.owned)
@@ -543,13 +543,13 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
         return local
     owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
     over = Over(registry, axes, root=registry.ranks(*axes).index(owner), call="unshard")
-    # The header is sent even if the owner's shard is None. The other ranks of the group then raise instead of waiting.
-    header: list[Any] = [None if local is None else (local.shape, local.dtype)]
+    # The header is sent even if the owner's shard is not a tensor, so that the other ranks raise instead of waiting.
+    header: list[Any] = [(local.shape, local.dtype) if isinstance(local, Tensor) else None]
     dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)
     if header[0] is None:
-        return None
+        return local if owns(spec.owned, registry.coordinate) else None
     shape, dtype = header[0]
-    if not owns(spec.owned, registry.coordinate) or local is None:
+    if not owns(spec.owned, registry.coordinate) or not isinstance(local, Tensor):
         local = torch.empty(shape, dtype=dtype, device=registry.device)
     return broadcast(local.detach(), over)
 

@@ -192,6 +192,13 @@ def _axes_of_part(part: Part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
 
 
+def _partial_axes(partial: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    axes = (partial,) if isinstance(partial, str) else () if partial is None else partial
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise ValueError(f"P(..., partial={partial!r}): give the name of a mesh axis, or a tuple of names")
+    return axes
+
+
 def joint_axes_of(entry: Entry) -> Iterator[Together]:
     """Return an iterator over the tuples of an entry of a spec whose axes shard the dim jointly."""
     return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
@@ -335,7 +342,7 @@ class P:
             self, "joint_axes", tuple(sorted(part for entry in entries for part in joint_axes_of(entry)))
         )
         object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in blocks_of(entry))))
-        object.__setattr__(self, "partial", tuple(sorted(axes_of(partial))))
+        object.__setattr__(self, "partial", tuple(sorted(_partial_axes(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
         object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
         for axis, where in self.tied:

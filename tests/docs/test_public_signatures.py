@@ -17,9 +17,12 @@ FILE = Path(__file__).with_name("public_signatures.txt")
 
 
 def _signature(function: Callable[..., object]) -> str:
-    """Return the signature of ``function`` with names and defaults, but without annotations."""
-    found = inspect.signature(function)
-    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in found.parameters.values()]
+    """Return the signature of ``function`` with names and defaults, but without annotations and long texts."""
+    found, parameters = inspect.signature(function), []
+    for parameter in found.parameters.values():
+        is_text = isinstance(parameter.default, str) and len(parameter.default) > 40
+        default = "..." if is_text else parameter.default
+        parameters.append(parameter.replace(annotation=inspect.Parameter.empty, default=default))
     text = str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +218,23 @@ def owner_gives_none() -> list[str]:
 
 def test_unshard_with_missing_shard_raises_on_every_rank(world: World) -> None:
     assert all("the shard is None" in text for texts in world.run(4, owner_gives_none) for text in texts)
+
+
+def shard_is_a_list(spec: P) -> str:
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        shard: Any = [1.0, 2.0] if registry.global_rank == 0 else torch.ones(2)
+        try:
+            unshard(shard, spec, registry)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("spec", [P("col"), P("col", owned={"row": 0}), P(None, owned={"row": 0, "col": 0})], ids=str)
+def test_unshard_of_a_list_raises_on_every_rank_of_its_groups(world: World, spec: P) -> None:
+    texts = world.run(4, shard_is_a_list, spec)
+    assert "the shard is a list; give a tensor" in texts[0]
+    assert "no error" not in texts[: 4 if spec.owned else 2]
 
 
 def found(index: list[int], length: int) -> tuple[list[int], list[bool]]:

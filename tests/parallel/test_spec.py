@@ -89,6 +89,10 @@ def test_repr_of_spec_with_blocks_is_its_constructor_call() -> None:
         (lambda: P(blocks("a", 2), "a"), "named twice"),
         (lambda: P("a", "a"), "named twice"),
         (lambda: P("a", partial="a"), "named twice"),
+        (lambda: P(partial=3), r"partial=3\): give the name of a mesh axis"),  # type: ignore[arg-type]
+        (lambda: P(partial=("a", 3)), r"partial=\('a', 3\)\): give the name of a mesh axis"),  # type: ignore[arg-type]
+        (lambda: P(partial=blocks("a", 2)), r"partial=Blocks.*give the name of a mesh axis"),  # type: ignore[arg-type]
+        (lambda: P(partial=(("a", "b"),)), r"give the name of a mesh axis, or a tuple of names"),  # type: ignore[arg-type]
         (lambda: P("a", owned={"a": 0}), "named twice"),
         (lambda: P("a", owned={"a": "a"}), "named twice"),
         (lambda: P("a", owned={"b": "c"}), r"owner along 'b' follows axis 'c', which must shard .* owned=\{'b': 0\}"),

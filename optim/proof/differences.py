@@ -129,7 +129,7 @@ class Objective:
             loss = self._loss()
             return loss, (_number(loss), loss is not None and loss.requires_grad)
         except Exception:
-            _LOGGER.exception("loss_fn raised on rank %d", self.registry.global_rank)
+            _LOGGER.exception("the loss of rank %d could not be computed", self.registry.global_rank)
             raise
 
     def close(self) -> None:

@@ -55,7 +55,8 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
     inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
     if not isinstance(inner, ParallelOptimizer):
         raise TypeError(
-            f"take_over_clipping(..., {type(optimizer).__name__}): give the ParallelOptimizer, or accelerate's wrapper of it"
+            f"take_over_clipping(..., {type(optimizer).__name__}): give the ParallelOptimizer, or accelerate's "
+            "wrapper of it"
         )
     on_all_ranks(lambda: _check(driver, accelerator, inner), inner.registry)
     clip = partial(_clip_norm, accelerator, inner)

@@ -470,8 +470,8 @@ class Setup:
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
-            # With master weights, gradients must stay the same tensor objects: `MasterWeights.collect` takes a new
-            # object for a sign that the old gradient was cleared.
+            # With master weights, gradients must stay the same tensor objects: `MasterWeights.collect` marks these
+            # objects, to detect gradients that were not cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)

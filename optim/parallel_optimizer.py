@@ -599,7 +599,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 problem = window.take_error() or problem or decision.problem or self._states.take_error()
                 self._finish_window(decision)
             if reason is not None:
-                # After the update of the loss scale, so that a caller may catch it and go on.
+                # Raised after the update of the loss scale, so that a caller may catch the error and go on.
                 raise self._ended(reason) from problem
             if problem is not None:
                 raise problem

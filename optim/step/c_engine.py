@@ -541,7 +541,7 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
     if not first:
         return True
     state = states[param]
-    if "step" in first and "step" not in state:  # the first entry, as in torch's states
+    if "step" in first and "step" not in state:  # made first, because it is the first entry of torch's states
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name, value in first.items():
         if state.get(name) is None:

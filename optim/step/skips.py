@@ -15,8 +15,8 @@ from ..clip.clipper import StepDecision
 from .first_window_checks import SAY_SO
 from .step_agreement import Facts
 
-LAG = 16
-KINDS = 6
+LAG = 16  # the host reads the counts of a step this many steps later
+KINDS = 6  # number of counts
 REPLICAS_DIVERGED = "replicas have diverged"
 DISAGREED = "ranks disagree"
 
@@ -80,7 +80,7 @@ class SkipMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Float, because adding `found_inf` to integers would need a cast.
+        # The counts are floats, because adding the float `found_inf` to integers would need a cast.
         self.counts = torch.zeros(KINDS, dtype=torch.float64, device=device)
         self._copies = torch.zeros(LAG, KINDS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG

@@ -54,6 +54,10 @@ class HalfStates(StatePlacement):
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
             underflow most second moments to 0.
         seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
+    Raises:
+        ValueError: By the constructor of `ParallelOptimizer`, on every rank: ``dtype`` is another one; the precision
+            rounds stochastically or has ``main_grads=False``; or the optimizer computes a value from all of its parameters
+            together, or its step uses collectives.
     Collectives: none. Host synchronization: none, except that of the optimizer's step. The optimizer steps bucket by
     bucket, so if its step synchronizes with the host, it does so once per bucket.
     """

@@ -251,6 +251,10 @@ class Offloaded(StatePlacement):
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require
             gradients. Default 1.0: all are offloaded. Otherwise the largest parameters that fit into ``1 - fraction``
             of the elements stay on the device, unless a rank with a replica offloads them.
+    Raises:
+        ValueError: By the constructor of `ParallelOptimizer`, on every rank: ``fraction`` is out of range; or masters
+            need float32 gradients, but ``data_parallel`` or ``main_grads=False`` keeps them in half precision.
+        TypeError: Likewise: ``fraction`` is not a number.
     Collectives: none in a step. With several ranks and a fraction between 0 and 1, one object all-gather when the
         optimizer is made, gets a param group or is refreshed.
     Host synchronization, if parameters are on a device: a step waits for the decision whether it is skipped, for each

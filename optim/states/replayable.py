@@ -32,6 +32,10 @@ class Replayable(StatePlacement):
 
     Memory: copies of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
     with masters the copies have 16 bytes per element; a replay allocates 16 more.
+    Raises:
+        ValueError: By the constructor of `ParallelOptimizer`, on every rank: the update rounds stochastically
+            (`HalfStates`, ``Bf16(stochastic_rounding=True)``), or the precision has ``split_masters=True`` or
+            ``main_grads=False``.
     Collectives: none. Host synchronization: one per step.
     """
 

@@ -459,6 +459,11 @@ class Sharded(StatePlacement):
             accumulation window.
         compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default
             None: without compression. Not supported with ``sum_order="fixed"``.
+    Raises:
+        ValueError: By the constructor of `ParallelOptimizer`, on every rank: the mesh has no such axis; the optimizer is
+            neither elementwise nor gathers full tensors, or it quantizes its states; ranks along the axis step different
+            parameters; or ``overlap=True``, `fully_shard` as ``data_parallel`` or a precision with ``main_grads=False``
+            is given. With ``gradients=True`` also: other code averages gradients over the data axes.
 
     With ``gradients=True`` most buckets are reduced while backward runs. Buckets of owned parameters, and buckets whose
     layout differs between ranks, are reduced at the end of backward. So are all buckets if the model itself may issue

@@ -154,8 +154,7 @@ class AdapterLayout:
     def norms_of_output(self, norms: Tensor) -> Tensor:
         """Return DoRA's norms of weight rows for the output features of this rank's shard of B.
 
-        Args:
-            norms: The norms for the output features of this rank's shard of the weight.
+        ``norms`` has the norms for the output features of this rank's shard of the weight.
         """
         return norms
 
@@ -169,12 +168,7 @@ class AdapterLayout:
         return (r, self.in_features), (self.out_features, r), (self.out_features,)
 
     def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
-        """Return ``B @ A @ input``, sharded like ``output``.
-
-        Args:
-            input, output: Input and output of the base layer on this rank.
-            a, b: This rank's shards of the factors.
-        """
+        """Return ``B @ A @ input``, sharded like the base layer's ``output``, from this rank's shards of A and B."""
         hidden = self.look_up(input, a) if self.is_embedding else F.linear(self.enter(input).to(a.dtype), a)
         return self.leave(F.linear(self.join(hidden), b), output)
 

@@ -389,7 +389,7 @@ def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> Adap
     """Return the layout of PEFT's adapter of a parameter of several experts, which must be replicated.
 
     Raises:
-        ValueError: The parameter is sharded.
+        ValueError: The parameter is sharded; or as in `weight_spec`.
     """
     module: Any = adapter.module
     parameter = f"{adapter.name}.{module.parameter_name}"

@@ -447,8 +447,7 @@ def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
     dense model. In nested lists, the innermost list has the experts. The result is None if the layer is in no list.
 
     Args:
-        model: The model.
-        name: Name of the layer on this rank.
+        model, name: The model, and the name of the layer on this rank.
         ranks: Number of ranks along the axes; 1 for a layer that is not of an expert.
     """
     if ranks == 1:

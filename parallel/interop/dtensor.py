@@ -56,9 +56,6 @@ def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
     """Check that each mesh dim of a DTensor is along the same ranks as an axis, or several axes, of the topology.
 
-    Args:
-        tensor: A DTensor.
-        topology: Provides the axes.
     Returns:
         A dict from the names of mesh dims to their axes. It has only the mesh dims whose names are neither axes nor aliases
         of the topology.
@@ -157,8 +154,6 @@ def placement_spec(tensor: DTensor) -> P:
     P(("tensor", "data")). If no later mesh dim shards the tensor dim, it consists of f blocks, such as the gate and up
     weights in one matrix, and the mesh dim shards each block.
 
-    Args:
-        tensor: A DTensor.
     Raises:
         ValueError: A placement is partial or of an unknown kind, or the split factor of a strided shard does not fit the
             sizes of the mesh dims.
@@ -186,11 +181,8 @@ def placement_spec(tensor: DTensor) -> P:
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
     """Insert ``axis`` into ``axes``, after the first axes whose sizes have the product ``split_factor``.
 
-    Args:
-        axes: The axes that already shard a tensor dim, slowest first; changed in place.
-        axis: The axis to insert.
-        split_factor: Product of the sizes of the axes that are slower than ``axis``.
-        sizes: Size per axis.
+    ``axes`` are the axes that already shard a tensor dim, slowest first.
+
     Raises:
         ValueError: The sizes of no number of first axes have this product.
     """
@@ -355,11 +347,8 @@ def waited(local: Tensor) -> Tensor:
 def follow_version(outer: DTensor, local: Tensor) -> None:
     """Increment the version counter of ``local`` if the DTensor ``outer`` was written since the last call.
 
-    An in-place operation on a DTensor writes to its local tensor, but torch increments only the DTensor's counter.
-
-    Args:
-        outer: A DTensor. Its counter at the last call is stored as an attribute.
-        local: A tensor on the memory of the DTensor's local tensor.
+    ``local`` is a tensor on the memory of the DTensor's local tensor. An in-place operation on a DTensor writes to this
+    memory, but torch increments only the DTensor's counter. The counter at the last call is an attribute of ``outer``.
     """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
@@ -387,12 +376,9 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
     """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`.
 
-    The result is cast if ``piece.grad_dtype`` is another dtype. ``piece.grad`` is None if the result is None.
+    The result is cast if ``piece.grad_dtype`` is another dtype. ``piece.grad`` is None if the result is None. The arguments
+    are as in `local_gradient`.
 
-    Args:
-        param: A DTensor parameter.
-        piece: Its local parameter.
-        to_sum: As in `local_gradient`. Default: False.
     Raises:
         ValueError: The gradient's placements are not supported; see `local_gradient`.
     Collectives: with ``to_sum``, those of `local_gradient`; else none.
@@ -644,12 +630,10 @@ def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return this rank's shard of ``local`` over ``axes``. The result is not a view of a larger tensor.
+    """Return this rank's shard of ``local`` over the mesh dims ``axes``, which shard ``param``.
 
-    Args:
-        local: A local gradient that is not sharded over ``axes``. Over all other axes it has the layout of ``param``.
-        param: The DTensor parameter.
-        axes: Mesh dims that shard ``param``.
+    ``local`` is a local gradient that is not sharded over ``axes``. Over all other axes it has the layout of ``param``. The
+    result is not a view of a larger tensor.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):
@@ -678,13 +662,9 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (offset, length) spans of this rank's shard of a tensor dim.
+    """Return the (offset, length) spans of this rank's shard of a tensor dim that has ``length`` elements before sharding.
 
-    Args:
-        param: The DTensor parameter, whose placements determine the shard.
-        dim: The tensor dim.
-        length: Length of the dim before sharding.
-        without: Axes that are ignored, as if they did not shard the dim.
+    The placements of ``param`` determine the shard. Axes in ``without`` are ignored, as if they did not shard the dim.
     """
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
@@ -773,8 +753,7 @@ def _valid_columns(
     The checks are passes over lists in C, because Python code per parameter would be slow.
 
     Args:
-        params: DTensor parameters.
-        members: The ``__dict__`` of each parameter.
+        params, members: DTensor parameters, and the ``__dict__`` of each.
         grads: The gradient of each parameter; None or a plain tensor makes the results invalid.
         seen: The cached result (`_Seen`) of each parameter.
         topology: The topology for which the results must be valid.

@@ -208,11 +208,9 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
     """Return the topology of all ranks' device meshes, as `infer_registry` describes.
 
-    If no common axes exist, the dims in `_View.sliced_off` are left out, because no DTensor is on them.
+    ``views`` is indexed by global rank. If no common axes exist, the dims in `_View.sliced_off` are left out, because no
+    DTensor is on them.
 
-    Args:
-        views: The `_View` of each global rank.
-        any_roles: As in `infer_registry`.
     Raises:
         ValueError: No common axes exist without the dims in `_View.sliced_off`; or as in `infer_registry`.
     """

@@ -246,12 +246,10 @@ class Rules:
 
 
 def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group") -> Axes:
-    """Return the axes larger than 1 along which this rank's group consists of exactly the ranks ``ranks``.
+    """Return the axes larger than 1 along which this rank's group consists of exactly the global ranks ``ranks``.
 
-    Args:
-        ranks: Global ranks, in any order.
-        registry: Provides the topology and this rank.
-        name: The group's name in errors. Default: "a group".
+    The ranks may have any order. Errors name the group ``name``.
+
     Raises:
         ValueError: There are no such axes, or this rank is not in ``ranks``.
     """

@@ -92,11 +92,7 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 
     The result is for a broadcast, whose backward is a reduction in which all ranks must take part. It therefore requires
     grad on every rank, even if the parameter is frozen: ranks without the parameter cannot detect that it is frozen.
-
-    Args:
-        param: The parameter on a rank that holds it; None on other ranks.
-        shape: The parameter's shape.
-        like: A tensor with the parameter's dtype and device.
+    ``like`` is a tensor with the parameter's dtype and device.
     """
     if param is None:
         return like.new_empty(shape).requires_grad_()
@@ -106,10 +102,8 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
     """Return the axes over which the gradients of a 2.5-D layer's parameters are partial.
 
-    Args:
-        depth: The mesh axis along which there are several grids, or an alias, which is replaced by its axes. None: the
-            result is ().
-        registry: Provides the topology.
+    ``depth`` is the mesh axis along which there are several grids, or an alias, which is replaced by its axes. None: ().
+
     Raises:
         ValueError: The topology does not have this axis.
     """

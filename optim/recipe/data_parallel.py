@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -15,7 +17,7 @@ from ...amp.fp8_linear import forget_rounded
 from ...amp.master_weights import SCALAR_STATE
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -217,25 +219,65 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
         registry: The process groups.
 
     Raises:
+        ValueError: On every rank: replicas have tensors of different names, shapes or dtypes. Nothing is changed.
+        TypeError: On every rank: ``model`` is not a module on some rank.
         RuntimeError: A tensor that is broadcast is a DTensor.
 
-    Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data rank.
+    Collectives: two object all-gathers, and one broadcast per 32 MiB of tensors that are broadcast over the same ranks.
+        None with a single data rank.
     Host synchronization: yes, if tensors are on another device than the registry's.
     """
-    topology = registry.topology
-    found: dict[tuple[int, ...], list[Tensor]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    if registry.topology.size(*registry.topology.data_axes) == 1:
+        return
+    with in_call(registry, "broadcast_weights"):
+        found = on_all_ranks(lambda: _replicated_tensors(model, registry), registry)
+        _check_same_tensors(found, registry)
+        for ranks, tensors in found.items():
+            _share(list(tensors.values()), ranks, registry)
+        forget_rounded()  # the cached 8-bit values belong to the overwritten weights
+
+
+def _replicated_tensors(
+    model: nn.Module, registry: ProcessGroupRegistry
+) -> dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]:
+    """Return by name the parameters and buffers with replicas over data axes, by the ranks that hold the replicas."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"broadcast_weights: the model is a {type(model).__name__}; give an nn.Module")
+    topology, found = registry.topology, dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         annotation = annotation_of(tensor)
         named = () if annotation is None else annotation.spec.resolve(topology).named_axes
         axes = tuple(axis for axis in topology.data_axes if axis not in named)
         if axes and registry.size(*axes) > 1:
-            found.setdefault(registry.ranks(*axes), []).append(tensor)
-    if not found:
+            found.setdefault(registry.ranks(*axes), {})[name] = tensor
+    return found
+
+
+def _check_same_tensors(found: Mapping[tuple[int, ...], Mapping[str, Tensor]], registry: ProcessGroupRegistry) -> None:
+    """Raise ValueError on every rank if the ranks of a broadcast have tensors of other names, shapes or dtypes.
+
+    Collectives: an object all-gather of one hash per broadcast; if hashes differ, a second one of the descriptions.
+    """
+    described = {
+        ranks: [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+        for ranks, tensors in found.items()
+    }
+    hashes = {ranks: sha256("\n".join(texts).encode()).hexdigest() for ranks, texts in described.items()}
+    reports = gather_objects(hashes, registry)
+    if all(
+        reports[rank].get(ranks) == value for report in reports for ranks, value in report.items() for rank in ranks
+    ):
         return
-    with in_call(registry, "broadcast_weights"):
-        for ranks, tensors in found.items():
-            _share(tensors, ranks, registry)
-        forget_rounded()  # the cached 8-bit values belong to the overwritten weights
+    by_rank = gather_objects(described, registry)
+    for rank, report in enumerate(by_rank):
+        for ranks, own in report.items():
+            for mine, other in zip_longest(own, by_rank[ranks[0]].get(ranks, []), fillvalue="no such tensor"):
+                if mine != other:
+                    raise ValueError(
+                        f"broadcast_weights: ranks {ranks[0]} and {rank} have different tensors, first [{other}] and "
+                        f"[{mine}]: build the same model on all data ranks"
+                    )
+    raise ValueError("broadcast_weights: data ranks have different tensors: build the same model on all data ranks")
 
 
 # `align_replicas` is for replicas that have diverged.

@@ -46,8 +46,9 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
         if report.skipped != dense.skipped:
             found.append(f"{report.skipped} steps were skipped, expected {dense.skipped}")
     for report in first:
-        if report.skipped != (dense.skipped if went_on else skipped):
-            found.append(f"{report.skipped} steps were skipped, expected {skipped}")
+        expected = dense.skipped if went_on else skipped
+        if report.skipped != expected:
+            found.append(f"{report.skipped} steps were skipped, expected {expected}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
             # The rounding error of a sum is relative to its largest term, even if this term cancels.

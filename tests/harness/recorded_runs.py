@@ -519,12 +519,6 @@ def replaced_parameter(training: Training) -> None:
     """The model computes with a copy of the parameter that the optimizer holds (DeepSpeed #8354)."""
 
     def replace(model: Net) -> None:
-        linear = model.linear
-
-        def replaced(module: str, x: Tensor, bias: bool = True) -> Tensor:
-            return linear(module, x, bias)
-
-        model.linear = replaced  # type: ignore[method-assign]
         own: Any = model.down
         bias = own.bias
         del own.bias

@@ -24,6 +24,7 @@ from meshstep.optim import (
     Recorder,
     Sharded,
     TorchStates,
+    broadcast_weights,
     clip_grad_norm_,
     global_norm,
     load_checkpoint,
@@ -366,6 +367,33 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "sync params None": (sync(params=None), "'NoneType' object is not iterable"),
     "sync params [None]": (sync(params=[None]), "params has an item of type NoneType"),
     "sync undeclared": (sync(params=[nn.Parameter(torch.ones(2))]), "declare the same parameters"),
+    "broadcast_weights model": (
+        lambda script: lambda: broadcast_weights(on_rank_1(None, script.model), script.registry),
+        "broadcast_weights: the model is a NoneType; give an nn.Module",
+    ),
+    "broadcast_weights shapes": (
+        lambda script: lambda: broadcast_weights(on_rank_1(nn.Linear(2, 4), script.model), script.registry),
+        "first [weight (2, 4) torch.float32] and [weight (4, 2) torch.float32]",
+    ),
+    "broadcast_weights order": (
+        lambda script: (
+            lambda: broadcast_weights(
+                nn.Sequential(*on_rank_1([nn.Linear(4, 2), nn.Linear(2, 4)], [nn.Linear(2, 4), nn.Linear(4, 2)])),
+                script.registry,
+            )
+        ),
+        "ranks 0 and 1 have different tensors, first [0.weight (4, 2) torch.float32] and [0.weight (2, 4) torch.float32]",
+    ),
+    "broadcast_weights dtype": (
+        lambda script: lambda: broadcast_weights(on_rank_1(nn.Linear(4, 2).half(), script.model), script.registry),
+        "[weight (2, 4) torch.float16]",
+    ),
+    "broadcast_weights one more": (
+        lambda script: (
+            lambda: broadcast_weights(nn.Sequential(script.model, *on_rank_1([nn.Linear(2, 2)], [])), script.registry)
+        ),
+        "first [no such tensor] and [1.weight (2, 2) torch.float32]",
+    ),
     "connect": (lambda script: lambda: script.registry.connect(on_rank_1("rows", "data")), "rows"),
     "Booster mixed_precision": (booster(mixed_precision="fp17"), "fp17"),
     "Booster data_parallel": (booster(data_parallel="zero4"), "data_parallel='zero4': give one of"),

@@ -102,8 +102,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     """The base class of full-tensor optimizers, whose update needs norms, sums or products of full tensors.
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
-    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. If the
-    attribute ``found_inf``, a tensor, is 1, the step is skipped: parameters and existing states do not change.
+    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. So weight
+    decay and momentum also change a trained parameter without gradients. If the attribute ``found_inf``, a tensor, is 1,
+    the step is skipped: parameters and existing states do not change.
 
     Attributes:
         tensors: Operations on the full tensors.

@@ -175,7 +175,7 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 
 class StatefulClipper:
-    """Clips the same list of parameters in every call, by a rule that `_needs_only_total` rejects, such as `PerParameter`.
+    """Clips one list of parameters, call by call, with a rule that does more than multiply all gradients by one factor.
 
     Args:
         listed: The parameters of the first call.

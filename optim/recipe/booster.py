@@ -310,7 +310,8 @@ class Saving:
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: The schedule that `boost` returned. None (default): no schedule is saved.
             dataloader: The loader that `boost` returned. None (default): no position is saved.
-            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. Default: None.
+            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
+                stored. Default: None.
             keep: Number of newest checkpoints to keep, including this one. Default: 1.
             trainable_only: As in `save_checkpoint`. Default: False.
         Returns:
@@ -653,7 +654,9 @@ class Booster(Saving, Generic[Stats_co]):
             drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. Default False:
                 keep it as a smaller step.
             seed: Seed of the orders and of random draws while samples are loaded, the same on every rank. Default: 0.
-            **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+            **loader_kwargs: ``seed_samples``, and arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ...
+
+        Raises, collectives, host synchronization: as `meshstep.parallel.data.prepare_dataloader`.
         """
         return prepare_dataloader(dataset, self.registry, batch_size, shuffle, drop_last, seed, **loader_kwargs)
 
@@ -673,6 +676,8 @@ class Booster(Saving, Generic[Stats_co]):
             TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is neither a tensor nor None, or the weight is
                 neither a number nor a 0-dim tensor.
             ValueError, RuntimeError: As in `ParallelOptimizer.backward`.
+
+        Collectives, host synchronization: as `ParallelOptimizer.backward`.
         """
         if not isinstance(optimizer, ParallelOptimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give the optimizer that boost returned")

@@ -392,7 +392,7 @@ class GradientClipper:
         self._shards = shards if self.checks else None
         self._is_repeated = False  # True after the first comparison of replicas
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
-        self._last_needs: MeasurementSpec | None = None  # of the last measurement; its layout is equal on all ranks
+        self._last_needs: MeasurementSpec | None = None  # of the last measurement, in which all ranks had them
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
         self._one: Tensor | None = None
@@ -475,7 +475,7 @@ class GradientClipper:
             if clip_result.state:
                 state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
         factors, one = clip_result.factors, self._one
-        if one is None or one.device != norms.total.device:  # made in the first step: a capture must not make it
+        if one is None or one.device != norms.total.device:  # made in the first step: a CUDA graph can't capture it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse
         level: Level = "total"

@@ -559,7 +559,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
     known = state.norms.get(key)
     if known is not None:
-        listed.pending = known.pending  # a function of the annotations, whose ids are in the key
+        listed.pending = known.pending  # saves computing it: equal keys mean the same annotations
 
     def make_norm(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:

@@ -1,1 +1,1 @@
-"""CPU and Triton kernels for sums of powers of gradients, optimizer updates (formulas in `native`), and rounding."""
+"""CPU and Triton kernels for gradient norms, optimizer updates (formulas in `native`), and stochastic rounding."""

@@ -110,7 +110,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
-        self._needed = 0  # number of elements of the kept tables, an estimate of what one step needs
+        self._needed = 0  # number of elements of the kept tables: an estimate of the number that one step needs
         self._for_graphs: Tensor | None = None  # pinned int64 elements for future captures
         self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 

@@ -193,7 +193,7 @@ class StepTimer:
         self._native, self._bytes = native, 4 * numel
         # Plain memory instead of tensors, because the caller may be in a torch mode that replaces new tensors.
         self._memory = [array("f", [1.0]) * (numel + LINE // 4) for _ in range(4)]
-        # Aligned like torch's tensors: vectors of unaligned tensors lie in two cache lines.
+        # Aligned like torch's tensors, because loads that cross cache lines would be slower.
         self._tensors = [-(-address // LINE) * LINE for address, _ in map(array.buffer_info, self._memory)]
         self._step, self._found_inf, self._power = array("f", [1.0]), array("f", [0.0]), array("d", [0.0])
         self._options = array("d", [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.0])

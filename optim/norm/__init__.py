@@ -1,1 +1,1 @@
-"""The global norm of sharded gradients: the reduction plan, local powers, and the collectives that add powers up."""
+"""The global norm of sharded gradients: the reduction plan, sums of |g|^p on each rank, and their collectives."""

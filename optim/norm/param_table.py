@@ -187,6 +187,6 @@ def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan)
     """Return the stepped tensor's part of the full tensor; None if it is not known, as with shards of unequal sizes."""
     try:
         shard = entry.region(plan.topology, plan.coordinate)
-    except ValueError:  # the full shape is not known from a shard that differs in size from other shards
+    except ValueError:  # the computed full shape is wrong, because this rank's shard differs in size from other shards
         return None
     return None if shard is None else shard.run(position.offset, position.tensor.numel())

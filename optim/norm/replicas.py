@@ -550,8 +550,8 @@ def _varies(tensor: Tensor) -> Tensor:
 
 # A tensor is read as words w_i: its elements as integers, where a 64-bit element gives two 32-bit words. The hash is
 # ``sum of w_i r_i`` modulo 2^64, with fixed odd numbers r_i that depend on the position only. One flipped bit changes
-# w_i by a power of two below 2^32, and the sum by an odd multiple of it. That is never 0 modulo 2^64, so with ``exact``
-# one flipped bit is always detected. Any other difference cancels about once in 2^32.
+# w_i by a power of two below 2^32, and the sum by an odd multiple of it. Such a change is never 0 modulo 2^64, so with
+# ``exact`` one flipped bit is always detected. Any other difference cancels about once in 2^32.
 #
 # `splitmix64_finalizer`, a permutation of 64-bit integers, is then applied to the sum, so that differences of several
 # replicas do not cancel each other. The result is split into two 32-bit numbers, because sums of such numbers over a
@@ -670,7 +670,7 @@ def _table(device: torch.device, words: int) -> Tensor:
     table = _TABLES.get(device)
     if table is None or len(table) < size:
         table = _odd_numbers(torch.arange(size, device=device))
-        if type(table) is Tensor:  # the fake tensors of torch's FakeTensorMode have no values
+        if type(table) is Tensor:  # not cached: fake tensors of torch's FakeTensorMode, which have no values
             _TABLES[device] = table
     return table
 

@@ -1,1 +1,1 @@
-"""`Booster`, which prepares a training loop, and the code for its pipelines, data parallelism and trainers."""
+"""`Booster`, which prepares a training loop; `Pipeline`; data parallelism; clipping in accelerate and `Trainer`."""

@@ -12,7 +12,7 @@ of micro-batches. This division is wrong in three cases:
 
 * The gradient of a parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
 * Gradients of an earlier call in the same accumulation window (since the last step) are divided again.
-* Gradients that were reduced over ranks before the division are not divided.
+* Gradients that backward has already moved into shards (``Sharded(gradients=True)``) are not divided.
 
 So `Pipeline` turns ``scale_grads`` off, and divides each loss by the number of micro-batches before its backward.
 """

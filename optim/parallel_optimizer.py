@@ -432,8 +432,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
                   (``overlap=True``).
                 * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are not None.
-                * An earlier backward of the window raised (call `zero_grad`, which then abandons the window), or any
-                  earlier backward raised within a `fully_shard` module.
+                * An earlier backward of the window raised: call `zero_grad`, which then abandons the window. Or any
+                  earlier backward raised within a `fully_shard` module in ``data_parallel``, and its ``reset_iter_state``
+                  (torch 2.14 or later) was not called.
                 * The loss is a result of `scale_loss`, or the call is within `window`.
                 * A CUDA graph captures the call and could not add ``weight``.
         Collectives: those in the backward of the model and of ``data_parallel``, those of ``Sharded(gradients=True)``, and

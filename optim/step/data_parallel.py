@@ -46,8 +46,8 @@ def check_gradient_reduction(
         )
     if overlap and not average_data:
         raise ValueError(
-            "overlap=True with average_data=False: there is nothing to reduce while backward runs; leave out one of the "
-            "two arguments"
+            "overlap=True with average_data=False: other code averages the gradients, so backward has none to reduce; "
+            "leave out one of the two arguments"
         )
     if compression is not None and not isinstance(compression, CommHook):
         raise TypeError(f"compression={compression!r}: give an instance of a CommHook, such as Bf16Compression()")
@@ -322,8 +322,8 @@ class TorchGradSync(GradSyncController):
         """Return a context manager around one micro-batch.
 
         Raises:
-            RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then no longer reduce
-                all gradients.
+            RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then reduce only some
+                gradients until ``reset_iter_state`` of the module is called.
         """
         if not self.is_ddp and any(map(has_aborted_backward, self.modules)):
             raise RuntimeError(

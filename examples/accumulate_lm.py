@@ -189,8 +189,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch, cp: on its part of the paragraphs; tensor: layers and "
-        "vocabulary are split",
+        "data: shards the batch; cp: shards the paragraphs; tensor: shards layers and vocabulary",
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=4)
     add_optimizer(parser)

@@ -106,7 +106,7 @@ def run(experiment: Experiment) -> None:
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line. Raise ValueError if a flag is wrong."""
-    parser = CommandLine(__doc__, "data: every coordinate trains on its part of the batch")
+    parser = CommandLine(__doc__, "data: shards the batch")
     add_steps(parser, STEPS)
     return parser.read(processes, arguments)
 

@@ -185,8 +185,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col: 2-D; depth, row and "
-        "col: 2.5-D; input, weight and output: 3-D",
+        "data: shards the batch; tensor: 1-D layers; row and col: 2-D; depth, row and col: 2.5-D; input, weight and "
+        "output: 3-D",
     )
     add_training_flags(parser, batch_size=48, lr=2e-3, precision="bf16", epochs=12)
     add, files = parser.add_argument, parser.add_mutually_exclusive_group()

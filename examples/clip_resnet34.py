@@ -160,8 +160,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data (and replica, a second one): every coordinate trains on its part of the batch; tensor: residual blocks are "
-        "split",
+        "data (and replica, a second one): shards the batch; tensor: shards residual blocks",
     )
     add_training_flags(parser, batch_size=48, lr=0.3, epochs=2)
     add, files = parser.add_argument, parser.add_mutually_exclusive_group()

@@ -69,7 +69,7 @@ class CommandLine(argparse.ArgumentParser):
             "--topology",
             type=_topology,
             metavar="AXIS=SIZE,...",
-            help="process axes, slowest first; the sizes must multiply to the number of processes. "
+            help="mesh axes, slowest first; the sizes must multiply to the number of processes. "
             f"{axes} (default: data=<number of processes>)",
         )
 

@@ -101,7 +101,7 @@ def run(comparison: Comparison) -> None:
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line. Raise ValueError if a flag is wrong."""
-    axes = "data: replicas with different parts of the batch; tensor: 1-D layer; row and col: 2-D layer"
+    axes = "data: shards the batch; tensor: 1-D layer; row and col: 2-D layer"
     return CommandLine(__doc__, axes).read(processes, arguments)
 
 

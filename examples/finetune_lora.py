@@ -158,7 +158,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     Raises:
         ValueError: A flag is wrong.
     """
-    parser = CommandLine(__doc__, "data: every coordinate trains on its part of the batch; tensor: layers are sharded")
+    parser = CommandLine(__doc__, "data: shards the batch; tensor: shards layers")
     add = parser.add_argument
     add("--base", type=Path, required=True, metavar="DIR", help="checkpoints of accumulate_lm.py --resume DIR")
     add("--full", action="store_true", help="train all weights instead of adapters")

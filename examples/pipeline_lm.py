@@ -307,7 +307,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "pipe: stages are split; tensor: layers and vocabulary; data: every coordinate trains on its part of the batch",
+        "pipe: divides the layers into stages; tensor: shards layers and vocabulary; data: shards the batch",
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=2, accumulate=4)
     add = parser.add_argument

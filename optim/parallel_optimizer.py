@@ -719,7 +719,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         The fields are the window's weight and, with a loss scale, a vote that is negative if this rank's gradients are of
         an unscaled loss. With several ranks there are two more fields: a hash of the settings that must be equal on all
-        ranks, and for each parameter this rank's number of shards with a gradient.
+        ranks and, if any parameter is sharded, for each parameter this rank's number of shards with a gradient.
         """
         window, agreement = self._window, self._agreement
         if agreement is None:
@@ -964,8 +964,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def add_observer(self, observer: StepObserver) -> None:
         """Add an observer, whose methods are called in every step from now on.
 
-        `local_grads` and `reduced_grads` are called after those of earlier observers. `update` encloses the `update` of
-        earlier observers.
+        Earlier observers are called first in `local_grads` and `reduced_grads`; `update` encloses the `update` of earlier
+        observers.
 
         Raises:
             TypeError: ``observer`` is not a `StepObserver`.

@@ -65,8 +65,8 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 class SkipMonitor:
     """Counters of skipped steps, in total and by reason.
 
-    There are six counts: skipped steps; consecutive steps with a non-finite norm until now; steps with gradients that
-    do not come from `ParallelOptimizer.backward` or `ParallelOptimizer.window` ("bypassed"); steps that ``commit=``
+    There are six counts: skipped steps; consecutive steps with a non-finite norm until now; with a loss scale, steps
+    whose loss was not multiplied by it ("bypassed", because backward bypassed the optimizer); steps that ``commit=``
     rejected; whether replicas have diverged (0 or 1); and steps in which settings differed between ranks ("ranks
     disagreed").
 
@@ -108,7 +108,7 @@ class SkipMonitor:
             The reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None: training
             continues.
         Raises:
-            RuntimeError: On every rank: gradients bypassed `ParallelOptimizer.backward` `LAG` steps ago or, with
+            RuntimeError: On every rank: the loss was not multiplied by the loss scale `LAG` steps ago or, with
                 ``on_nonfinite="raise"``, in this step.
         Host synchronization: with ``"raise"``, one per checked flag (up to four), and one to read a non-finite norm.
             Otherwise the host only waits for the step `LAG` steps ago.
@@ -141,7 +141,7 @@ class SkipMonitor:
         """Return the reason for an error that ends training, or None, from the counts of all steps and replays until now.
 
         Raises:
-            RuntimeError: On every rank: gradients of a step bypassed `ParallelOptimizer.backward`.
+            RuntimeError: On every rank: the loss of a step was not multiplied by the loss scale.
         Host synchronization: one.
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())

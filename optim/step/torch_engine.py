@@ -230,7 +230,7 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _has_usual_strides(param: Tensor) -> bool:
-    """Return True if ``param`` is dense, and has the strides of a new tensor if it is empty."""
+    """Return True if ``param`` is dense. If it is empty, return True if it has the strides of a new tensor."""
     if param.numel():
         return is_non_overlapping_and_dense(param)
     return param.stride() == torch.empty(param.shape, device="meta").stride()

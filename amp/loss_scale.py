@@ -365,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
         """Raise TypeError for an argument that is no optimizer, after making the other ranks skip the step.
 
         Collectives: the all-reduce in which the other ranks wait, with found_inf = 1. None with ``enabled=False``, or if
-        `unscale_` was called for an optimizer that has not stepped yet: the other ranks then do not wait, and step.
+        `unscale_` was called for an optimizer that has not stepped yet: the other ranks then do not wait, and do not skip.
         """
         unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
         if self._enabled and not unscaled:

@@ -51,8 +51,8 @@ def _param_groups(module: Any) -> list[Any]:
 def has_aborted_backward(module: Any) -> bool:
     """Return True if the last backward through a `fully_shard` module raised. Call it outside of a backward.
 
-    torch then reduces only some of the gradients in later backwards, until ``module.reset_iter_state()`` is called, which
-    torch 2.14 introduced. torch has no public function for this question.
+    torch then reduces only some of the gradients in later backwards, until ``module.reset_iter_state()`` (torch 2.14 or
+    newer) is called. torch has no public function for this check.
     """
     state: Any = module._get_fsdp_state()
     return bool(state._state_ctx.post_backward_final_callback_queued)

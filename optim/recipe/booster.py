@@ -249,7 +249,7 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
     if strangers:
         raise ValueError(
             f"{strangers} of the optimizer's parameters are not in the model, which is another model or got new parameters "
-            "later; create the optimizer from model.parameters(), as the last step"
+            "later; create the optimizer from model.parameters(), after the last change of the model"
         )
     if (topology := registry.topology).model_axes:
         entries_of([[(name, param) for name, param in model.named_parameters() if param.requires_grad]], topology)
@@ -622,8 +622,8 @@ class Booster(Saving, Generic[Stats_co]):
             check_optimizer(optimizer, model, self.registry)
             if lr_scheduler is not None and isinstance(optimizer, CombinedOptimizer):
                 raise ValueError(
-                    "lr_scheduler was created with one of several optimizers; create it with the optimizer that boost "
-                    "returns"
+                    "lr_scheduler was created with one of several optimizers; leave it out of boost, and create it later "
+                    "with the optimizer that boost returns"
                 )
             if lr_scheduler is not None:
                 followers(lr_scheduler, optimizer)

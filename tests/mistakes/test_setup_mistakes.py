@@ -501,9 +501,9 @@ def generator_used_up_for_a_new_group(run: Run) -> None:
     Error(
         ValueError,
         "2 of the optimizer's parameters are not in the model ... "
-        "create the optimizer from model.parameters(), as the last step",
+        "create the optimizer from model.parameters(), after the last change of the model",
     ),
-    write="create the optimizer from `model.parameters()`, last",
+    write="create the optimizer from `model.parameters()`, after the last change of the model",
 )
 def booster_with_an_optimizer_of_another_model(run: Run) -> None:
     """`booster.boost(model, optimizer)` with an optimizer of another model."""

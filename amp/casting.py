@@ -149,14 +149,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 # Casts of full models ---------------------------------------------------------------------------------------------------
 
 
-def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = False) -> None:
+def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
     """Cast the tensors of ``model`` in place, and register hooks that cast its inputs to ``dtype``, its outputs to float32.
 
     Args:
         model: Any module.
         dtype: The dtype of floating-point parameters, buffers and inputs.
         keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm layers still get
-            inputs of ``dtype`` and return ``dtype``. Default: False.
+            inputs of ``dtype`` and return ``dtype``.
     Raises:
         ValueError: A tensor must be cast, and is a DTensor, or ``model`` is or contains `DistributedDataParallel`.
     """

@@ -382,7 +382,7 @@ def global_amax(
 
 
 def max_over_ranks(
-    maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
+    maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None, axes: tuple[str, ...]
 ) -> tuple[Tensor, ...]:
     """Return the elementwise maximum of each float32 tensor over all ranks along ``axes``.
 

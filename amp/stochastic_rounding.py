@@ -113,7 +113,7 @@ RoundingKernel = Callable[[Sequence[Drawn]], Sequence[Drawn]]
 
 
 @torch.no_grad()
-def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: RoundingKernel | None = None) -> None:
+def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: RoundingKernel | None) -> None:
     """Round the source of each pair into its target, with few kernels for many tensors.
 
     The results are bitwise those of calling `stochastic_round_` for one pair after the other, with one generator per
@@ -124,7 +124,7 @@ def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: Rounding
         everything: The pairs, grouped by the identity of their noise.
         numel_at_once: Maximum number of elements that are rounded together; at most `CACHED` on a CPU. A larger tensor is
             rounded alone.
-        kernel: Rounds tensors with noise of its own. Default None: torch's operators round all tensors.
+        kernel: Rounds tensors with noise of its own. None: torch's operators round all tensors.
     """
     generators: dict[torch.device, torch.Generator] = {}
 

@@ -138,13 +138,13 @@ class Setup:
         return kept, [(name or f"a parameter of shape {tuple(param.shape)}", param) for name, param in pairs]
 
     def agreed_plan(
-        self, groups: NamedGroups, left_out: Iterable[str] = ()
+        self, groups: NamedGroups, left_out: Iterable[str]
     ) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
         """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
 
         Args:
             groups: (name, parameter) pairs for each param group; the name is None for a parameter without a name.
-            left_out: The names of the parameters that `with_spec` left out. Default: none.
+            left_out: The names of the parameters that `with_spec` left out.
         Returns:
             The plan; the ``max_norm`` of the param groups; and the object that compares settings between ranks in each
             step (None if there is one rank).
@@ -452,7 +452,7 @@ class Setup:
         return FingerprintMonitor(checks, self.check_replicas.every, chain.registry)
 
     def completion(
-        self, table: ParamTable, chain: TransformChain, model: ModelParams, agreement: StepAgreement | None = None
+        self, table: ParamTable, chain: TransformChain, model: ModelParams, agreement: StepAgreement | None
     ) -> GradientCompletion:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 

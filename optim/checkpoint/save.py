@@ -164,7 +164,7 @@ def make_snapshot(
     lr_scheduler: LRScheduler | None,
     extra: Any,
     keep: int,
-    trainable_only: bool = False,
+    trainable_only: bool,
 ) -> Snapshot:
     """Return this rank's data for `write`. Most of its tensors share memory with the model and the optimizer.
 

@@ -353,8 +353,8 @@ class GradientClipper:
         vote: The votes of ranks to skip the step. None (default): ranks do not vote.
         shards: The search for replicas that are declared as shards. It runs together with ``checks``, until it has
             compared all shards once. None (default): shards are not compared.
-        norm_type: The p of the norms, unless the rule has a ``norm_type``. Default: 2.
-        reduction: As in `GlobalNorm`. Default: "packed".
+        norm_type: The p of the norms, unless the rule has a ``norm_type``.
+        reduction: As in `GlobalNorm`.
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
         check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
             the first measurement with a finite norm, and once more if gradients of replicas were zero in it. Default:
@@ -377,8 +377,8 @@ class GradientClipper:
         vote: SkipVote | None = None,
         shards: EqualShards | None = None,
         *,
-        norm_type: float = 2.0,
-        reduction: Reduction = "packed",
+        norm_type: float,
+        reduction: Reduction,
         per_parameter_norms: bool = False,
         check_replicas: CheckReplicas = False,
         exact: bool = False,

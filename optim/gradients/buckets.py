@@ -486,7 +486,7 @@ def layout_kind(spec: P, topology: Topology) -> NormBucket:
     )
 
 
-def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
+def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...]) -> float:
     """Return the factor by which the local gradient is multiplied before it is summed over ranks.
 
     It is 1 / (number of ranks along the data-parallel axes that are not in ``averaged``). If ``average_data`` is False,

@@ -22,10 +22,9 @@ class InFlight:
 
     Args:
         most: Maximum number of running reductions, each of which may hold a flat copy of its bucket. None: no limit.
-            Default: 2.
     """
 
-    def __init__(self, most: int | None = 2) -> None:
+    def __init__(self, most: int | None) -> None:
         self.most = most
         self._started: deque[Finish] = deque()
 

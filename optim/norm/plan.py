@@ -146,7 +146,7 @@ def entries_of(
 
 
 def frozen_without_spec(
-    param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool = False
+    param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool
 ) -> set[int]:
     """Return the `id` of each frozen parameter that `entries_of` would reject: without a spec, or of unsupported layout.
 

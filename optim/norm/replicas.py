@@ -142,11 +142,11 @@ class ReplicaCheck:
         Reads the parameters, the gradients and the states once. Host synchronization: as in `numbers`.
 
         Args:
-            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
+            gradients: One gradient, or None, per entry of the plan. None: no gradient is compared.
         """
         return self.weighted(self.numbers(gradients))
 
-    def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
+    def numbers(self, gradients: Sequence[Tensor | None] | None) -> Tensor:
         """Return the hashes of this rank's tensors, [entries, kinds] int64.
 
         The kinds (columns) are the parameter, its gradient and, if states are compared, all of its states together.

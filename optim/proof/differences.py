@@ -58,7 +58,7 @@ class Objective:
         loss_fn: Returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs
             backward itself, as a pipeline schedule does, it returns a detached loss or None.
         registry: The process groups.
-        topology: The axes of the registry's topology, with other roles. None (default): the registry's topology.
+        topology: The axes of the registry's topology, with other roles. None: the registry's topology.
 
     Attributes:
         calls: Number of forwards so far.
@@ -69,7 +69,7 @@ class Objective:
         model: M,
         loss_fn: Callable[[M], Tensor | None],
         registry: ProcessGroupRegistry,
-        topology: Topology | None = None,
+        topology: Topology | None,
     ) -> None:
         self.topology, self.registry = topology or registry.topology, registry
         self._loss: Callable[[], Tensor | None] = lambda: loss_fn(model)

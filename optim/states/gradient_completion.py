@@ -50,8 +50,8 @@ class GradientCompletion:
         agreement: The comparison of settings between ranks; None: there is one rank.
         unused: The check for parameters without gradients.
         model: The check for trainable parameters that no optimizer has.
-        has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
-        in_backward: True if gradients may be reduced or moved before a window ends; equal on all ranks. Default False.
+        has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks.
+        in_backward: True if gradients may be reduced or moved before a window ends; equal on all ranks.
 
     Attributes:
         table: One record per stepped tensor. The first window adds to the records' specs the axes over which DTensor
@@ -70,8 +70,8 @@ class GradientCompletion:
         agreement: StepAgreement | None,
         unused: UnusedParameters,
         model: ModelParams,
-        has_fingerprints: bool = False,
-        in_backward: bool = False,
+        has_fingerprints: bool,
+        in_backward: bool,
     ) -> None:
         self.chain, self.table, self.early, self._model = chain, table, early, model
         _CHAINS.add(chain)

@@ -344,13 +344,13 @@ class Masters(ParamTransform):
     Args:
         main_grads: True if half-precision tensors have float32 gradients. A master then shares the gradient of its
             tensor.
-        cast: Only used if ``main_grads`` is False. True (default): masters get float32 copies of the gradients. False:
+        cast: Only used if ``main_grads`` is False. True: masters get float32 copies of the gradients. False:
             masters get the half-precision gradients themselves.
     """
 
     supports_partial_step = True
 
-    def __init__(self, main_grads: bool, cast: bool = True) -> None:
+    def __init__(self, main_grads: bool, cast: bool) -> None:
         self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
         self._has_failed = False  # True after an error of `pull_grads`, for example because other code wrote weights

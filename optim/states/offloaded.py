@@ -89,7 +89,7 @@ class HostBucket:
         params: The parameters, at least one.
         grad_dtype: The dtype of the parameters' gradients.
         streams: The streams of transfers, for parameters on a CUDA device. Call `start` and `send` only while they are
-            open (`TransferStreams.opened`). None (default): new streams.
+            open (`TransferStreams.opened`). None: new streams.
 
     Attributes:
         copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
@@ -99,9 +99,7 @@ class HostBucket:
     copy of the bucket during a transfer; none for a bucket with a single parameter.
     """
 
-    def __init__(
-        self, params: Sequence[Tensor], grad_dtype: torch.dtype, streams: TransferStreams | None = None
-    ) -> None:
+    def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype, streams: TransferStreams | None) -> None:
         self.params, self.device, self._grad_dtype = list(params), params[0].device, grad_dtype
         self._pinned = self.device.type == "cuda"  # transfers without pinned memory are synchronous
         self._streams = (streams or TransferStreams(self.device)) if self._pinned else None

@@ -82,7 +82,7 @@ class ZeroBucket:
         hook: The communication hook that sums gradients; not used with ``tree``.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
-        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None (default): the
+        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None: the
             order of the sum depends on the number of ranks.
 
     Attributes:
@@ -105,7 +105,7 @@ class ZeroBucket:
         grad_dtype: torch.dtype,
         hook: CommHook,
         release: bool,
-        tree: TreeRanks | None = None,
+        tree: TreeRanks | None,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
         self._tree = None if tree is None else SlicedTreeSum(tree)

@@ -30,8 +30,8 @@ def check_gradient_reduction(
     overlap: bool,
     compression: CommHook | None,
     bucket_bytes: int | None,
-    sum_order: SumOrder = "any",
-    accumulation_steps: int | None = None,
+    sum_order: SumOrder,
+    accumulation_steps: int | None,
 ) -> None:
     """Check the arguments of `ParallelOptimizer` for gradient reduction. ``modules`` are those in ``data_parallel=``.
 

@@ -401,10 +401,10 @@ class StepAgreement:
         optimizer: The optimizer. A param group is compared between the ranks of a pipeline stage that have parameters in
             the group.
         groups: For each rank, the indices of its param groups that have parameters.
-        rule: The optimizer's clipping rule. Default None: it does not clip.
-        all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
+        rule: The optimizer's clipping rule. None: it does not clip.
+        all_groups: True if every rank has all param groups, so that their ``max_norm`` can be compared.
         left_out: Names of the frozen parameters that the optimizer left out. In `ParamFacts`, their indices follow the
-            indices of the plan's parameters. Default: none.
+            indices of the plan's parameters.
 
     Attributes:
         sent: The values that the last result of `number` or `number_of_errors` was computed from.
@@ -420,9 +420,9 @@ class StepAgreement:
         registry: ProcessGroupRegistry,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[frozenset[int]],
-        rule: Clip | None = None,
-        all_groups: bool = True,
-        left_out: Sequence[str] = (),
+        rule: Clip | None,
+        all_groups: bool,
+        left_out: Sequence[str],
     ) -> None:
         self.plan, self.registry, self.optimizer, self._left_out = plan, registry, optimizer, left_out
         self._is_fake = is_fake()  # a fake process group has no other ranks to compare with

@@ -579,7 +579,7 @@ class Homes:
             yield from found.items()
 
     def map_stacks(
-        self, values: Sequence[Mapping[int, Tensor]], compute: ComputeStack, device: torch.device | None = None
+        self, values: Sequence[Mapping[int, Tensor]], compute: ComputeStack, device: torch.device | None
     ) -> Iterator[dict[int, Tensor]]:
         """Compute matrices of equal shapes together, and yield {position: this rank's shard of the result}.
 

@@ -194,7 +194,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def bind_all(
-        parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry, fixed_order: bool = False
+        parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry, fixed_order: bool
     ) -> None:
         """Bind full-tensor optimizers to the shards that they step. Every rank must call it.
 
@@ -202,7 +202,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             parts: The optimizers, in the same order on all ranks.
             table: The stepped tensors of all optimizers.
             registry: The process groups.
-            fixed_order: Set as the attribute ``fixed_order`` of each optimizer. Default: False.
+            fixed_order: Set as the attribute ``fixed_order`` of each optimizer.
 
         Raises:
             ValueError: On every rank, in the cases of `bind`.

@@ -632,7 +632,7 @@ class WholeTensors:
         return [found[index] for index in range(len(values))]
 
     def local_stack_sums(
-        self, positions: Sequence[int], stack: Tensor, dims: tuple[int, ...], square: bool = False
+        self, positions: Sequence[int], stack: Tensor, dims: tuple[int, ...], square: bool
     ) -> Sequence[Tensor]:
         """Return this rank's part of the sum of each tensor of a stack over some dims, as `local_sum` does.
 
@@ -641,7 +641,7 @@ class WholeTensors:
             stack: [tensors, number of elements of a stepped tensor], float64. Its elements are ignored if `contributes`
                 returns False.
             dims: Dims of the full tensor to sum over.
-            square: True: sum the squares of the elements. False (default): sum the elements.
+            square: True: sum the squares of the elements. False: sum the elements.
         """
         position, along = positions[0], tuple(dim + 1 for dim in dims)
         shape, boxes = self.tensors[position].shape, self._canonical_boxes[position]

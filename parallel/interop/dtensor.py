@@ -373,7 +373,7 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 # contribute zeros.
 
 
-def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
+def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool) -> None:
     """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`.
 
     The result is cast if ``piece.grad_dtype`` is another dtype. ``piece.grad`` is None if the result is None. The arguments
@@ -721,7 +721,7 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 """The fields of `meshstep.parallel.interop.local_parameters.Gradients`."""
 
 
-def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> LocalLists:
+def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
     """Implement `local_parameters.local_gradients` for lists with DTensors: return the fields of its result.
 
     Results for DTensors are cached on the DTensors (`_Seen`).

@@ -55,9 +55,7 @@ class _View(NamedTuple):
 _known: list[_Inferred] = []  # registries that `registry_of_meshes` has created
 
 
-def infer_registry(
-    params: Sequence[Tensor], *, any_roles: bool = False, averaging: Sequence[DeviceMesh] = ()
-) -> ProcessGroupRegistry:
+def _infer(view: Callable[[], _View], any_roles: bool) -> ProcessGroupRegistry:
     """Return a new registry whose axes are derived from the device meshes of DTensors.
 
     The axes are the largest such that every mesh dim is one axis or a product of axes (see `Topology.of_meshes`). The
@@ -65,28 +63,20 @@ def infer_registry(
     If a mesh is a slice of a larger mesh, the other dims of the larger mesh become axes too, if possible. If no mesh dim
     connects some ranks, such as different stages, they are connected by a further axis.
 
-    The role of an axis is the default role of its name (see `Topology`). An axis that is on no DTensor's mesh, and whose
-    name has no default role, is a data axis if the parameters of the ranks along it have the same placements and shapes,
-    else a pipeline axis.
+    The role of an axis is the default role of its name (see `Topology`). If the name has none, an axis over which
+    `fully_shard` averages gradients is a data axis. Another axis that is on no DTensor's mesh is a data axis if the
+    parameters of the ranks along it have the same placements and shapes, else a pipeline axis.
 
     Args:
-        params: This rank's parameters: DTensors and plain tensors.
+        view: Returns this rank's meshes and parameters. If it raises on a rank, all ranks raise.
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
             mesh, is a model axis. This is right if nothing is averaged, as in clipping. False: such an axis is an error.
-            Default: False.
-        averaging: Meshes over which `fully_shard` averages gradients. Their mesh dims become data axes, unless their
-            names have another default role. Default: none.
     Raises:
         ValueError: On every rank: no axes exist of which all mesh dims are products; without ``any_roles``, the names of an
             axis have different default roles; or the name of a mesh dim can't be the name of an axis.
-    Collectives: one object all-gather over the world, so every rank must call this function. If ``torch.distributed`` is
-    not initialised there is none, and the registry has one rank.
-    Host synchronization: yes, if there is a collective.
+    Collectives: one object all-gather over the world. If ``torch.distributed`` is not initialised there is none, and the
+    registry has one rank.
     """
-    return _infer(lambda: _view(params, averaging), any_roles)
-
-
-def _infer(view: Callable[[], _View], any_roles: bool = False) -> ProcessGroupRegistry:
     if not dist.is_initialized():
         return ProcessGroupRegistry(Topology())
     return ProcessGroupRegistry(_topology(gathered(view), any_roles))
@@ -95,8 +85,9 @@ def _infer(view: Callable[[], _View], any_roles: bool = False) -> ProcessGroupRe
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     """Return the registry for the device meshes of ``params``, for norms and clipping.
 
-    The first call with these mesh objects returns ``infer_registry(params, any_roles=True)``, and caches the registry.
-    Later calls return the cached registry, until the default process group is replaced.
+    The first call with these mesh objects derives the axes from the meshes, and caches the registry. An axis whose names
+    have different default roles is a model axis. Later calls return the cached registry, until the default process group
+    is replaced.
 
     Args:
         params: This rank's parameters: DTensors and plain tensors.
@@ -112,7 +103,7 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     for known in _known:
         if known.world is world and len(known.meshes) == len(meshes) and all(map(is_, known.meshes, meshes)):
             return known.registry
-    registry = infer_registry(params, any_roles=True)
+    registry = _infer(lambda: _view(params, ()), any_roles=True)
     _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are invalid
     _known.append(_Inferred(world, meshes, registry))
     return registry
@@ -129,7 +120,9 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
     Args:
         model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.
     Raises:
-        ValueError: As in `infer_registry`; for a Transformers model as in `transformers.registry_of`.
+        ValueError: On every rank: no axes exist of which all mesh dims are products; the names of an axis have different
+            default roles; or the name of a mesh dim can't be the name of an axis. For a Transformers model as in
+            `transformers.registry_of`.
         TypeError: ``model`` is not a module. Other ranks raise ValueError.
     Collectives: one object all-gather over the world. None for a Transformers model, or if ``torch.distributed`` is not
     initialised.
@@ -148,7 +141,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 
     if not is_module and not dist.is_initialized():
         view()  # raises TypeError here; with process groups the gather raises it, so that no other rank waits
-    registry = _infer(view)
+    registry = _infer(view, any_roles=False)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
             annotate(param, P(), without_wrappers(name))
@@ -206,13 +199,13 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
-    """Return the topology of all ranks' device meshes, as `infer_registry` describes.
+    """Return the topology of all ranks' device meshes, as `_infer` describes.
 
     ``views`` is indexed by global rank. If no common axes exist, the dims in `_View.sliced_off` are left out, because no
     DTensor is on them.
 
     Raises:
-        ValueError: No common axes exist without the dims in `_View.sliced_off`; or as in `infer_registry`.
+        ValueError: No common axes exist without the dims in `_View.sliced_off`; or as in `_infer`.
     """
     if any(view.sliced_off for view in views):
         with suppress(ValueError):
@@ -226,9 +219,9 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any
     Args:
         views: The `_View` of each global rank, from which the roles of axes are derived.
         dims: Per global rank, the mesh dims that determine the axes.
-        any_roles: As in `infer_registry`.
+        any_roles: As in `_infer`.
     Raises:
-        ValueError: As in `infer_registry`.
+        ValueError: As in `_infer`.
     """
     roles: dict[str, Role] = {}
 

@@ -128,7 +128,7 @@ class Rules:
             the backward of multi-latent attention does not sum the gradient of its rotary keys.
     """
 
-    def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
+    def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None) -> None:
         named = _groups_of(groups, _FIELDS)
         embedding = named.pop("embedding", None)
         self._topology = registry.topology

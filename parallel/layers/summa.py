@@ -141,7 +141,7 @@ class _Summa(torch.autograd.Function):
         return grad_a.finish(), grad_b.finish(), None, None
 
 
-def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None) -> Tensor:
+def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None) -> Tensor:
     """Return this rank's block [m, n/cols] of the distributed matrix product ``A @ B.T``; differentiable once.
 
     The dim n is divided into panels, at most q on a q x q grid.
@@ -150,7 +150,7 @@ def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None)
         a: This rank's block [m, k/cols] of A.
         b: This rank's block [n/rows, k/cols] of B, of the same dtype.
         grid: The grid of ranks.
-        outer: The full number n of rows of B. Default None: the number of rows of ``b``, times the number of rows of the
+        outer: The full number n of rows of B. None: the number of rows of ``b``, times the number of rows of the
             grid.
     Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
     panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.

@@ -84,7 +84,7 @@ _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
 _ELIDED = "..."  # ASCII, for terminals without Unicode
 
 
-def render(topology: Topology, rank: int | None = None) -> str:
+def render(topology: Topology, rank: int | None) -> str:
     """Return the text of `Topology.table`, which describes the argument ``rank``."""
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
@@ -201,7 +201,7 @@ def _members(group: Sequence[int], rank: int | None = None) -> str:
     return " ".join(_ELIDED if index is None else str(group[index]) for index in shown)
 
 
-def _elide(size: int, limit: int, keep: int | None = None, head: int | None = None) -> list[int | None]:
+def _elide(size: int, limit: int, keep: int | None, head: int | None = None) -> list[int | None]:
     """Return the indices 0..size-1. If ``size`` exceeds ``limit``, return only some indices, with None for each gap.
 
     Args:

@@ -98,8 +98,8 @@ def test_commit_is_called_once_after_explicit_clips(world: World) -> None:
     assert world.run(2, run_clipped_by_hand) == [[(True, 0), (False, 1), (True, 0)]] * 2
 
 
-def raising(what: str, clips: int = 0) -> tuple[str, list[float], int]:
-    """Return the error of the second step, whether each step was rejected, and the number of rejected steps.
+def raising(what: str, clips: int = 0) -> tuple[list[str], list[float], int]:
+    """Return the error of each step, whether each step was rejected, and the number of rejected steps.
 
     Gradients are clipped ``clips`` times before each step.
     """
@@ -113,7 +113,7 @@ def raising(what: str, clips: int = 0) -> tuple[str, list[float], int]:
             return True
 
         run = Run("data", registry, every=None, commit=commit, max_norm=None)
-        told, vetoed = [], []
+        told, vetoed = list[str](), list[float]()
         for _ in range(3):
             told.append("")
             try:

@@ -213,14 +213,11 @@ def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def check_threshold(value: Threshold, name: str) -> None:
-    """Check a threshold. A callable threshold is checked by its ``check`` method, if it has one.
+    """Check a threshold: a finite number > 0, or a function, whose ``check`` method is called if it has one.
 
-    Args:
-        value: The threshold.
-        name: Name of the argument, for the error.
     Raises:
         TypeError: The threshold is neither a number nor callable.
-        ValueError: The threshold is not finite and positive.
+        ValueError: The threshold is a number, but not finite and positive.
         Exception: Any error of the ``check`` method.
     """
     if callable(value):
@@ -231,12 +228,8 @@ def check_threshold(value: Threshold, name: str) -> None:
 
 
 def check_number_threshold(value: float, name: str, infinite: bool = False) -> None:
-    """Check a threshold that must be a number, and not a function of the number of steps.
+    """Check a threshold that must be a finite number > 0; with ``infinite``, also ``math.inf`` (a group is not clipped).
 
-    Args:
-        value: The threshold.
-        name: Name of the argument, for the error.
-        infinite: True: ``math.inf``, which excludes a param group from clipping, is allowed. Default: False.
     Raises:
         TypeError: The threshold is not a number.
         ValueError: The threshold is not positive, or it is infinite although ``infinite`` is False.

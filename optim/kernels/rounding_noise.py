@@ -48,13 +48,12 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_of(key: int, number: int, step: int, numel: int) -> Tensor:
-    """Return the noise of a tensor: [numel] int64 in [0, 2^16).
+    """Return the noise of a tensor with ``numel`` elements: [numel] int64 in [0, 2^16).
 
     Args:
         key: A 64-bit number.
         number: The number of the tensor among the tensors with this key.
         step: The number of steps.
-        numel: The number of elements.
     """
     blocks = -(-numel // (ROWS * LANES))
     counter = torch.arange(blocks * LANES)

@@ -47,7 +47,7 @@ class ParamPosition:
         return self.path[0] if self.path else self.tensor
 
     def replaced_by(self, tensor: Tensor, offset: int, is_param: bool) -> ParamPosition:
-        """Return this position with the new ``tensor``, whose first element is element ``offset`` of the old tensor.
+        """Return this position with ``tensor``, which begins at element ``offset`` of the flattened old tensor.
 
         With ``is_param``, the new tensor also replaces `param`.
         """

@@ -38,7 +38,9 @@ def _lines_of(name: str, value: object) -> Iterator[str]:
         yield f"class {name}"
     for member, method in sorted(vars(value).items()):
         function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
-        if not member.startswith("_") and inspect.isfunction(function):
+        # torch copies an inherited `step` into the class of an optimizer when the first one is created
+        is_copied = hasattr(function, "hooked") and not function.__qualname__.startswith(f"{value.__qualname__}.")
+        if not member.startswith("_") and inspect.isfunction(function) and not is_copied:
             yield f"    {member}{_signature(function)}"
 
 

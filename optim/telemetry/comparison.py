@@ -78,7 +78,7 @@ def compare_runs(a: str | PathLike[str], b: str | PathLike[str], tolerances: Tol
 
     Args:
         a, b: The files. Texts in the result call the runs A and B.
-        tolerances: What counts as rounding. None (default): ``Tolerances()``.
+        tolerances: The distances that count as rounding. None (default): ``Tolerances()``.
 
     Raises:
         OSError: A file can't be read.

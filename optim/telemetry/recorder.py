@@ -166,7 +166,7 @@ class Recorder(StepObserver):
     the numbers among the options of all param groups, the norm and the clip coefficient, and the axes along which
     replicas differ.
 
-    Norm and sketch of a gradient are those of the gradient that is applied, before clipping. Its hash is that of the
+    The norm and the sketch of a gradient describe the gradient that is applied, before clipping. The hash describes the
     gradient without the loss scale, averaged over data ranks, and with ``accumulation_steps`` over micro-batches. The
     hashed gradient is not divided by the total weight of ``backward(weight=...)``.
 

@@ -1,4 +1,4 @@
-"""What counts as rounding: tolerances by dtype and step, and estimated distances of recorded tensors."""
+"""Distances of recorded tensors, and the tolerances by dtype and step within which a distance counts as rounding."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
     squared = dot(a.sketch, a.sketch)
     ratio = dot(a.sketch, b.sketch) / squared if squared else 0.0
     rest = length(y - ratio * x for x, y in zip(a.sketch, b.sketch, strict=True))
-    # The rounding errors of r times `a` are relative to its size, which is that of `b`. So are both limits.
+    # The rounding errors of r times `a` are relative to its norm, which is about the norm of `b`. So are both limits.
     limit = max(3 * tolerance, 1e-4) * b.norm
     return ratio if rest <= limit and abs(abs(ratio) * a.norm - b.norm) <= limit else None

@@ -304,7 +304,7 @@ def _replicas(pair: StepPair, report: _Report) -> Difference | None:
 
 
 def _are_similar(pair: StepPair) -> bool:
-    """Return True if all gradients of B are about the same multiple of those of A, which is not about 1."""
+    """Return True if all gradients of B are about r times the gradients of A, for one r that is not about 1."""
     ratios = []
     for name in pair.names:
         a, b = pair.both(name, GRADIENT)
@@ -316,7 +316,7 @@ def _are_similar(pair: StepPair) -> bool:
 
 
 def _factor(pair: StepPair, report: _Report) -> Difference | None:
-    """Return the difference if gradients of B are multiples of those of A."""
+    """Return the difference if gradients of B are multiples of the same gradients of A."""
     factors = {name: found for name in report.names if (found := pair.multiple(name, GRADIENT)) is not None}
     if not factors:
         return None
@@ -359,7 +359,7 @@ def _other_terms(pair: StepPair, report: _Report, same_batch: bool) -> Differenc
 
 
 def _cause_of_factor(pair: StepPair, report: _Report, ratio: float, name: str) -> Difference:
-    """Return the difference for gradients or updates of B that are ``ratio`` times those of A.
+    """Return the difference for gradients or updates of B that are multiples of the same tensors of A.
 
     ``name`` is the parameter that shows the cause, and ``ratio`` its ratio.
     """

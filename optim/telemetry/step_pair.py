@@ -1,6 +1,6 @@
 """One recorded step of two runs: distances of the figures, and the mesh axes that may explain a difference.
 
-In names and texts, the runs are A and B. A ratio is the number of B divided by that of A.
+In names and texts, the runs are A and B. A ratio is a number of B divided by the same number of A.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Difference:
         cause: The probable cause, a short name.
         axis: The mesh axis of the cause, or axes joined by `` x ``. None: the cause concerns no axis, or the axis is not
             known.
-        ratio: The number of B divided by that of A, such as a norm or a learning rate. None: no ratio is known.
+        ratio: A number of B, such as a norm or a learning rate, divided by the same number of A. None: no ratio is known.
         text: An explanation.
     """
 
@@ -127,7 +127,7 @@ class AxisMatch(NamedTuple):
         axis: The axis, or axes joined by `` x ``.
         which: The run with the axis.
         size: The size t.
-        kind: "t", "1/t", "sqrt t" or "1/sqrt t": the number of this run divided by that of the other run.
+        kind: "t", "1/t", "sqrt t" or "1/sqrt t": a number of this run divided by the same number of the other run.
         roles: The roles of the axes.
     """
 

@@ -7,8 +7,8 @@ ranks give the digest of the full tensor:
     sketch[b] = sum of s_i * x_i  over the elements with b_i = b    s_i: a fixed sign; b_i: one of `BUCKETS` buckets
 
 Equal elements give equal hashes in every layout. If a single element of a tensor that is not float64 differs, the hash
-differs; other differences cancel at most about once in 2^32. The bits are those of the element as float32, or as
-float64 for float64 tensors.
+differs; other differences cancel at most about once in 2^32. bits(x_i) are the bits of the element as float32, or as
+float64 in a float64 tensor.
 
 The sketch is linear: the squared length of the difference of two sketches is an unbiased estimate of ``|x - y|^2``, with a
 relative standard deviation of ``sqrt(2 / BUCKETS)``. It therefore shows whether two tensors are multiples of each other, or
@@ -89,7 +89,7 @@ def _hash_words(values: Tensor, mixed: Tensor) -> Tensor:
     """Return the sum over elements of their bits times an odd number, 0-dim int64, modulo 2^64."""
     words = values.contiguous().view(torch.int32).to(torch.int64)
     factors = mixed << 1 | 1
-    if values.dtype == torch.float64:  # two words per element, each with a number of its own
+    if values.dtype == torch.float64:  # two words per element, and one odd number per word
         factors = torch.stack([factors, splitmix64_finalizer(factors) << 1 | 1], 1).view(-1)
     return (words * factors).sum()
 

@@ -262,6 +262,7 @@ class Setup:
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
+        self.check_sum_order_of(clip)
         return clip
 
     def _check_arguments(self) -> None:
@@ -301,16 +302,9 @@ class Setup:
 
     def _check_sum_order(self) -> None:
         """Raise ValueError if ``sum_order="fixed"`` doesn't support another argument."""
-        clip = clip_of(self.max_norm)
-        check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
         if self.reduction != "packed":
             raise ValueError(
                 f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': leave reduction= out"
-            )
-        if clip is not None and (clip.level == "units" or clip.weights):
-            raise ValueError(
-                f"{clip!r} with sum_order='fixed', which supports neither rules per unit nor rules that need norms of "
-                "weights: give another rule, such as a threshold"
             )
         for part in parts_of(self.optimizer):
             if getattr(part, "rounds_by_ranks", False):
@@ -324,6 +318,17 @@ class Setup:
                     f"Sharded(compression={placement.compression!r}) with sum_order='fixed', which exchanges all bits: "
                     "leave compression= out"
                 )
+
+    def check_sum_order_of(self, clip: Clip | None) -> None:
+        """Raise ValueError if ``sum_order="fixed"`` is set and doesn't support a clipping rule; None: no rule."""
+        if self.sum_order != "fixed":
+            return
+        check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
+        if clip is not None and (clip.level == "units" or clip.weights):
+            raise ValueError(
+                f"{clip!r} with sum_order='fixed', which supports neither rules per unit nor rules that need norms of "
+                "weights: give another rule, such as a threshold"
+            )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
         """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives.

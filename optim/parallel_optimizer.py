@@ -792,6 +792,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window = self._window
         window.captured = check_captured(call, self.not_captured)
         in_use(clip)  # checks its arguments
+        self._setup.check_sum_order_of(clip)
         if not window.is_full:
             window.pending_clip = clip
             return None
@@ -1033,9 +1034,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the threshold if gradients are clipped by a number, else the clipping rule; None: they are not clipped.
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
-        initial state. An invalid value raises the error that the constructor would raise, and changes nothing. But a rule
-        that ``sum_order="fixed"`` does not support makes the next step raise an error. If the new rule needs other norms,
-        such as norms per parameter, the next step on several ranks measures twice, with one host synchronization.
+        initial state. An invalid value raises the error that the constructor would raise, and changes nothing. If the new
+        rule needs other norms, such as norms per parameter, the next step on several ranks measures twice, with one host
+        synchronization.
 
         Collectives: none.
         """

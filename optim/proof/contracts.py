@@ -159,13 +159,11 @@ class ParameterView:
 
     shape: tuple[int, ...]
     spec: P | None  # declared spec, in the axes of the topology; None if not declared
-    silent: tuple[str, ...]  # model-parallel axes over which the layout is not known
     averaged: tuple[str, ...]  # mesh axes of a DTensor, over which torch reduces its gradient; else empty
     value: int  # hash of the elements, from `bits_of`
     constant: bool  # True if all elements are equal
     size: float  # root mean square of the elements
     gradient: float | None  # L2 norm of the gradient; None without a gradient
-    full_shape: tuple[int, ...] | None  # declared shape of the full tensor; None if not declared
 
     @classmethod
     def of(
@@ -184,13 +182,11 @@ class ParameterView:
         return cls(
             tuple(value.shape),
             None if annotation is None else annotation.spec_on(topology),
-            topology.model_axes if annotation is None else annotation.silent_axes(topology),
             () if annotation is None else annotation.mesh_axes_on(topology),
             bits_of(value),
             bool(value.numel() == 0 or (value == value.reshape(-1)[0]).all()),
             float(value.double().square().mean().sqrt()) if value.numel() else 0.0,
             None if gradient is None else float(gradient.double().norm()),
-            None if annotation is None else annotation.full_shape,
         )
 
 

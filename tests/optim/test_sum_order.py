@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dense import collectives
 from fixed_order_runs import CLIPS, FixedRun, resumed, trained
-from meshstep.optim import SOAP, Adaptive, Bf16Compression, ParallelOptimizer, Sharded
+from meshstep.optim import SOAP, Adaptive, Bf16Compression, ByNorm, Clip, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
 from meshstep.optim.gradients.fixed_order import (
     Node,
@@ -343,6 +343,25 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
 def test_fixed_order_rejects_unsupported_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(".", r"\.")):
         make(**options)
+
+
+@pytest.mark.parametrize("clip", [Adaptive(0.01), ByNorm(1.0, 3.0)], ids=["per unit", "p = 3"])
+def test_fixed_order_rejects_unsupported_rule_that_is_set_or_called_later(clip: Clip) -> None:
+    model = nn.Linear(3, 2)
+    declare(model, {"*": P()})
+    adam = torch.optim.AdamW(model.parameters())
+    optimizer = ParallelOptimizer(
+        adam, ProcessGroupRegistry(Topology()), accumulation_steps=1, sum_order="fixed", max_norm=0.5
+    )
+    with pytest.raises(ValueError, match="with sum_order='fixed'"):
+        optimizer.max_norm = clip
+    assert optimizer.max_norm == 0.5
+    optimizer.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(ValueError, match=r"norm_type=3\.0 with sum_order='fixed'"):
+        optimizer.clip_grad_by_norm(1.0, norm_type=3.0)
+    stats = optimizer.step()
+    assert stats is not None
+    assert float(stats.total_norm) > 0.5
 
 
 def test_fixed_order_rejects_gradients_that_exist_before_backward() -> None:

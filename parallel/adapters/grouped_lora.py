@@ -126,8 +126,15 @@ class GroupedLoRA(AroundBase):
             self.lora_A[each] = keep_shard(torch.stack(full), layout.first, registry)
             self.lora_B[each] = keep_shard(torch.zeros(shape_b, **drawn), layout.second, registry)
         # Hooks, because hooks of `fully_shard` that gather the parameters run before them.
-        base.register_forward_pre_hook(self._set_adapted)
-        base.register_forward_hook(self._unset_adapted, always_call=True)
+        self._hooks = (
+            base.register_forward_pre_hook(self._set_adapted),
+            base.register_forward_hook(self._unset_adapted, always_call=True),
+        )
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the base module, so that its forward no longer uses the adapter."""
+        for hook in self._hooks:
+            hook.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_layer(*args, **kwargs)

@@ -343,9 +343,8 @@ def add_lora(
         The adapters by the full names of the modules that they replace.
     Raises:
         ValueError: A target is the name of no module and no parameter of experts, of a layer that has an adapter, or of a
-            parameter of the model itself; then the model is unchanged. Or ``use_dora`` or ``dropout`` is given for
-            parameters of experts; or as in `LoRA` and `GroupedLoRA`. The model is then frozen, and some layers may already
-            be replaced.
+            parameter of the model itself; ``use_dora`` or ``dropout`` is given for parameters of experts; or as in `LoRA`
+            and `GroupedLoRA`. The model is unchanged.
     Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none, except with DoRA for each
     weight that `fully_shard` has sharded.
     """
@@ -373,17 +372,25 @@ def add_lora(
                     f"GroupedLoRA(model, [{parameter!r}], ...)"
                 )
             experts.setdefault(module, []).append(parameter)
-    model.requires_grad_(False)
     adapters: dict[str, LoRA | GroupedLoRA] = {}
-    adapter: LoRA | GroupedLoRA
-    for name in (name for name in modules if name in found or name in experts):
-        if name in experts:
-            adapter = _grouped_lora(modules[name], name, experts[name], r, alpha, registry, seed, options)
-        else:
-            adapter = _seeded_lora(model, name, r, alpha, registry, seed, options)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    try:
+        for name in (name for name in modules if name in found or name in experts):
+            if name in experts:
+                adapters[name] = _grouped_lora(modules[name], name, experts[name], r, alpha, registry, seed, options)
+            else:
+                adapters[name] = _seeded_lora(model, name, r, alpha, registry, seed, options)
+    except BaseException:
+        for adapter in adapters.values():
+            if isinstance(adapter, GroupedLoRA):
+                adapter.remove_hooks()
+        for param in trained:
+            param.requires_grad_()
+        raise
+    model.requires_grad_(False)
+    for name, adapter in adapters.items():
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, adapter)
-        adapters[name] = adapter
     return adapters
 
 

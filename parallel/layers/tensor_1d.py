@@ -29,7 +29,7 @@ from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear
+from .initialization import check_features, draw_linear
 
 SEQUENCE_DIM = 1
 
@@ -178,8 +178,8 @@ class RowParallelLinear(_SplitLinear):
         output [..., out], replicated; or [batch, seq/t, ..., out] with sequence_parallel.
         weight [out, in/t] P(None, axis); bias [out] P(), or P(partial=axis) with sequence_parallel.
     Raises:
-        ValueError: in_features or the sequence is not divisible by t; the axis is unknown; or a sequence-parallel input
-            has fewer than 3 dims.
+        ValueError: in_features or the sequence is not divisible by t; the axis is unknown; the last dim of the input is
+            not in/t; or a sequence-parallel input has fewer than 3 dims.
     Collectives: an all-reduce in forward, none in backward. With sequence_parallel a reduce-scatter in forward and an
     all-gather in backward instead. input_is_parallel=False adds an all-gather in backward.
     Host synchronization: none.
@@ -209,6 +209,9 @@ class RowParallelLinear(_SplitLinear):
             _check_sequence(input, "RowParallelLinear")
         if not self.input_is_parallel:
             input = scatter_to(input, self.registry, self.axis, dim=-1)
+        else:
+            advice = ", or give the layer input_is_parallel=False"
+            check_features(self, input, self.in_features, self.weight.size(1), self.axis, self.registry, advice)
         output = self.matmul(input, self.weight, None)
         if self.sequence_parallel:
             output = reduce_scatter_to(output, self.registry, self.axis, dim=SEQUENCE_DIM)

@@ -420,3 +420,19 @@ def test_mlp_block_and_loss_issue_expected_collectives(world: World) -> None:
     assert plain == {"all_reduce": 2}
     assert sequence == {"all_gather_single": 2, "reduce_scatter_single": 2}
     assert loss == {"all_reduce": 2}
+
+
+def full_input_of_a_row_parallel_layer() -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        layer = RowParallelLinear(8, 3, registry)
+        try:
+            layer(torch.ones(2, 8))
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+def test_row_parallel_layer_rejects_full_input_with_advice_on_every_rank(world: World) -> None:
+    for text in world.run(2, full_input_of_a_row_parallel_layer):
+        assert "the input of RowParallelLinear has shape (2, 8), but its last dim must be 4 (8 features over" in text
+        assert text.endswith("scatter_to(input, registry, 'tensor', dim=-1), or give the layer input_is_parallel=False")

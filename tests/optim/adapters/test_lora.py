@@ -265,3 +265,28 @@ def test_add_lora_rejects_second_adapter_and_unknown_target_without_changes() ->
         add_lora(model, ["1", "up"], r=2, alpha=2, registry=registry)
     assert isinstance(model[1], nn.Linear)
     assert model[1].weight.requires_grad
+
+
+def test_add_lora_that_fails_at_a_later_layer_changes_nothing() -> None:
+    """The second layer is not declared, and the layer of experts has hooks of its adapter by then."""
+    registry = ProcessGroupRegistry(Topology())
+    model: Any = nn.Module()
+    model.experts = nn.Module()
+    model.experts.up = nn.Parameter(torch.ones(2, 3, 4))
+    declare(model, {"*": P()})
+    model.first, model.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    declare(model.first, {"*": P()})
+    model.first.bias.requires_grad_(False)
+    before = {name: param.requires_grad for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match="norm"):
+        add_lora(model, ["experts.up", "first", "norm"], r=2, alpha=2, registry=registry)
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == before
+    assert type(model.first) is nn.Linear
+    assert type(model.experts) is nn.Module
+    assert not model.experts._forward_pre_hooks
+    assert not model.experts._forward_hooks
+    adapters = add_lora(model, ["experts.up", "first"], r=2, alpha=2, registry=registry)
+    assert [*adapters] == ["experts", "first"]
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
+        "experts.lora_A.up", "experts.lora_B.up", "first.lora_A", "first.lora_B"
+    }  # fmt: skip

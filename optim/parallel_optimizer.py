@@ -836,7 +836,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._clip.bind(plan.parameter_names)
         self._completion = self._setup.completion(self._table, self._states, self._model, self._agreement)
         self._clipping = self._setup.clipping(self._table, self._states, thresholds)
-        self._missing_shards = MissingShards(self._table, self._device)
+        self._missing_shards = MissingShards(self._table, self._device, with_empty=bool(full))
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
         around = self._states.around_backward

@@ -8,8 +8,8 @@ with zeros in place of missing gradients.
 Each rank counts, for each full tensor, its shards with a gradient. The collective that measures the gradient norm sums
 these counts. A rank steps each shard without a gradient in a separate update with zero gradients. The device skips this
 update if the sum of the tensor's counts is 0. This needs no host synchronization and no further collective. If an
-elementwise optimizer can't step in parts (`steps_in_parts`), the host reads the sums instead. Full-tensor optimizers
-such as Muon ignore the sums: they step such shards in any case, because they treat a missing gradient as zeros.
+elementwise optimizer can't step in parts (`steps_in_parts`), the host reads the sums instead. A full-tensor optimizer
+such as Muon steps all tensors in one call, and restores those whose sum is 0.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class MissingShards:
     Args:
         table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
         device: The device of the tensor that `field` returns.
+        with_empty: True: empty shards get a flag in `filled` too, because full-tensor optimizers have states for them.
     """
 
-    def __init__(self, table: ParamTable, device: torch.device) -> None:
+    def __init__(self, table: ParamTable, device: torch.device, with_empty: bool) -> None:
         plan, self._device = table.model_plan, device
         is_sharded = any(plan.topology.size(*bucket.distinct) > 1 for bucket in plan.buckets)  # equal on all ranks
         self._count = len(plan.parameter_names) if is_sharded else 0
         self._rows: list[tuple[SteppedTensor, int]] = []
         for row in table if self._count else ():
             shards = plan.topology.size(*row.model_entry.spec.distinct_axes(plan.topology))
-            if row.trained and shards > 1 and row.logical_index is not None and row.tensor.numel():
+            if row.trained and shards > 1 and row.logical_index is not None and (row.tensor.numel() or with_empty):
                 self._rows.append((row, row.logical_index))
         self._constants = Constants()
         self._missing: list[tuple[SteppedTensor, int]] = []

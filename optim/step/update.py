@@ -96,7 +96,7 @@ class UpdateEngine:
         """Call the functions of `invalidate_before_updates`, then update the parameters that are now in the param groups.
 
         If ``request.skip`` is 1, all parameters keep their values. A parameter whose flag in ``request.skip_of`` is 1 keeps
-        its value, unless a full-tensor optimizer steps it.
+        its value.
         """
         for forget in _CACHES:
             forget()
@@ -109,10 +109,10 @@ class UpdateEngine:
     def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
         """Step each parameter in ``apart`` alone, with its flag in ``request.skip_of``, and all other parameters together.
 
-        There are two exceptions. Full-tensor optimizers ignore the flags in ``request.skip_of`` and step all of their
-        parameters together, because they treat a missing gradient as zeros. For an elementwise optimizer that can't step
-        in parts (`steps_in_parts`), the host reads the flags and removes the gradients of skipped parameters; the
-        optimizer then steps its other parameters together.
+        There are two exceptions. Full-tensor optimizers step all of their parameters together, and read the flags in
+        their attribute ``skip_of``. For an elementwise optimizer that can't step in parts (`steps_in_parts`), the host
+        reads the flags and removes the gradients of skipped parameters; the optimizer then steps its other parameters
+        together.
 
         Host synchronization: one to read flags in the second case; one per parameter in ``apart`` that is on the CPU
             with a flag on a GPU.
@@ -134,8 +134,15 @@ class UpdateEngine:
                 param.grad = None if skips else param.grad
         held = {id(param) for _, param in one_by_one}
         rest = [[param for param in group["params"] if id(param) not in held] for group in self.optimizer.param_groups]
+        full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         with holding(self.optimizer, rest):
-            self._step_together(request)
+            for part in full:
+                part.skip_of = skip_of
+            try:
+                self._step_together(request)
+            finally:
+                for part in full:
+                    del part.skip_of
         for part, param in one_by_one:
             skip = skip_of[param].to(param.device)
             own_request = _on_cpu(request) if param.is_cpu and request.on_host is not None else request

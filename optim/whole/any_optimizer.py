@@ -104,8 +104,8 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
     Each parameter has an owner rank among the ranks that hold part of it. The shards of the parameter and its gradient
     are sent to the owner rank. There, a copy of the optimizer steps the full tensor like a model with this parameter
     only, and the new weights are sent back. So the step equals that of the dense model, whatever the optimizer computes
-    within a tensor. A missing gradient of a trained parameter counts as zeros. The state exists on the owner rank only, and
-    a checkpoint saves it for the full parameter.
+    within a tensor. A parameter that has no gradient on any rank is not stepped. The state exists on the owner rank only,
+    and a checkpoint saves it for the full parameter.
 
     The optimizer must step each tensor separately. Optimizers that are known to compute a value from all tensors
     together are rejected. An optimizer that draws random numbers draws different numbers than in a single process.

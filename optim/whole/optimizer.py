@@ -102,15 +102,19 @@ class WholeOptimizer(torch.optim.Optimizer):
     """The base class of full-tensor optimizers, whose update needs norms, sums or products of full tensors.
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
-    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. So weight
-    decay and momentum also change a trained parameter without gradients. If the attribute ``found_inf``, a tensor, is 1,
-    the step is skipped: parameters and existing states do not change.
+    missing gradient of a shard counts as zeros if another shard of the tensor has a gradient. A parameter that has no
+    gradient on any rank keeps its value and state, as in torch. All ranks still compute its update, because they must
+    issue the same collectives. If the attribute ``found_inf``, a tensor, is 1, the step is skipped: parameters and existing
+    states do not change.
 
     Attributes:
         tensors: Operations on the full tensors.
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
+        skip_of: For each parameter whose missing gradient was replaced by zeros, a 0-dim flag: 1 if no rank has a gradient
+            of the full tensor. `UpdateEngine` sets it during a step. A parameter that is in no dict and has no gradient
+            must have none on any rank.
         divides_gradients: True: `updates` uses `Slot.scaled_grad` on a GPU where it can, so `step` prepares no `Slot.grad`.
         fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed together
             with it, because these are other tensors on another number of ranks.
@@ -125,6 +129,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     not_captured: ClassVar[str | None] = None
     divides_gradients: ClassVar[bool] = False
     fixed_order: bool = False
+    skip_of: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
@@ -307,12 +312,15 @@ class WholeOptimizer(torch.optim.Optimizer):
         self._is_stepping = True
         try:
             slots = self._slots(getattr(self, "grad_scale", None))
+            kept = [_Kept(slot, self.skip_of.get(slot.param)) for slot in slots if self._may_lack_gradient(slot.param)]
             for slot, param, state in self.updates(slots):
                 self.write(slot.param, param)
                 for key, value in state.items():
                     self.write(slot.state[key], value)
                 counted.append(slot)
             self._count(counted)
+            for before in kept:
+                before.restore()
             self.finish_step(slots)
         finally:
             self._is_stepping = False
@@ -415,6 +423,10 @@ class WholeOptimizer(torch.optim.Optimizer):
                 for slot in of_kind:
                     self.write(slot.state["step"], slot.step.to(dtype))
 
+    def _may_lack_gradient(self, param: Tensor) -> bool:
+        """Return True if no rank has a gradient of the full tensor, or if only the device knows whether one has."""
+        return param.grad is None or param in self.skip_of
+
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None
         slots: list[Slot] = []
@@ -435,6 +447,35 @@ class WholeOptimizer(torch.optim.Optimizer):
         if not self.divides_gradients:
             _prepare_together([slot for slot in slots if batching.batches_on(slot.param.device)])
         return slots
+
+
+class _Kept:
+    """A copy of a shard and of its state from before a step, which `restore` writes back.
+
+    Args:
+        slot: The shard. Its states may be changed in place, replaced or added by the step.
+        flag: 0-dim: restore if it is 1. None: restore always. If the step replaces or adds states, the host reads it.
+    """
+
+    def __init__(self, slot: Slot, flag: Tensor | None) -> None:
+        self._slot, self._flag = slot, flag
+        self._param = slot.param.detach().clone()
+        self._state = dict(slot.state)
+        self._copies = {key: value.clone() for key, value in slot.state.items() if isinstance(value, Tensor)}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        slot, before, copies = self._slot, self._state, self._copies
+        if slot.state.keys() == before.keys() and all(slot.state[key] is before[key] for key in before):
+            for target, value in ((slot.param, self._param), *((before[key], value) for key, value in copies.items())):
+                if self._flag is None:
+                    target.copy_(value)
+                else:
+                    torch.where(self._flag.to(target.device) > 0, value, target, out=target)
+        elif self._flag is None or bool(self._flag):
+            slot.param.copy_(self._param)
+            slot.state.clear()
+            slot.state.update({**before, **copies})
 
 
 def _prepare_together(slots: Sequence[Slot]) -> None:

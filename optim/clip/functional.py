@@ -58,7 +58,8 @@ def unique_params(params: Params) -> list[NamedParam]:
         _check_tensors(kinds)
         return [(None, param) for param in {id(param): param for param in items}.values()]
     pairs = [item if isinstance(item, tuple) else (None, item) for item in items]
-    if wrong := next((pair for pair in pairs if len(pair) != 2), None):
+    wrong = next((pair for pair in pairs if len(pair) != 2), None)
+    if wrong is not None:
         raise ValueError(f"params has a tuple of {len(wrong)} items; give (name, parameter) pairs")
     _check_tensors({type(param) for _, param in pairs})
     return [*{id(param): (name, param) for name, param in pairs}.values()]
@@ -314,7 +315,8 @@ def global_norm(
 
         A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
         Other calls raise it only on the rank with the wrong argument, parameter or gradient. The norm is then NaN on the
-        other ranks. Without a registry, or with ``norm_type`` >= 12, they may instead wait until the timeout.
+        other ranks. Without a registry, or with a wrong ``norm_type`` beside one >= 12, they may instead wait until the
+        timeout.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -327,7 +329,7 @@ def global_norm(
         checked_reduction(reduction)
         listed, registry = _listed(unique_params(params), registry)
     except Exception as error:
-        _take_part(error, registry, reduction, "global_norm")
+        _take_part(error, registry, norm_type, reduction, "global_norm")
         raise
     with in_call(registry, "global_norm"):
         _compare_replicas_once(listed, registry)
@@ -441,7 +443,7 @@ def clip_grad_norm_(
         given = unique_params(params)
         listed, registry = _listed(given, registry)
     except Exception as error:
-        _take_part(error, registry, reduction, "clip_grad_norm_", clip)
+        _take_part(error, registry, norm_type, reduction, "clip_grad_norm_", clip)
         raise
     with in_call(registry, "clip_grad_norm_"):
         _compare_replicas_once(listed, registry)
@@ -582,16 +584,19 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
     return measure(listed.gradients)
 
 
-def _take_part(error: Exception, registry: object, reduction: object, call: str, clip: ClipState | None = None) -> None:
+def _take_part(
+    error: Exception, registry: object, norm_type: float, reduction: object, call: str, clip: ClipState | None = None
+) -> None:
     """Run the collective of a call in which the other ranks wait, before this rank raises ``error``.
 
     If the call compares declarations, the other ranks then raise the error too. Otherwise they get a norm of NaN, or
-    ``found_inf`` = 1. Exception: ranks whose norm has p >= `HIGH` wait until the timeout, because p = 2 is used here.
+    ``found_inf`` = 1. Exception: if ``norm_type`` is the wrong argument, ranks whose norm has p >= `HIGH` wait until the
+    timeout, because this rank measures with p = 2.
 
     Args:
         error: An error about an argument, before any collective of the call.
         registry: The argument of the call. If it is not a `ProcessGroupRegistry`, nothing is done.
-        reduction: The argument of the call.
+        norm_type, reduction: The arguments of the call.
         call: The name of the called function.
         clip: The rule of the call. None (default): the call has no rule, or the error is about the rule.
     """
@@ -609,7 +614,11 @@ def _take_part(error: Exception, registry: object, reduction: object, call: str,
         elif not state.checked or reduction == "per_group" or (clip is not None and not _needs_only_total(clip)):
             agreed(fail, registry)
         else:
-            _measure_nan(registry, 2.0)
+            try:
+                checked_norm_type(norm_type)
+            except (ValueError, TypeError):
+                norm_type = 2.0
+            _measure_nan(registry, norm_type)
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.fp8_linear import forget_rounded
 from ...amp.master_weights import SCALAR_STATE
+from ...parallel.interop.local_parameters import local_parameter
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
@@ -215,13 +216,13 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     A tensor whose spec names a data axis, such as a shard over this axis, is broadcast over the other data axes only.
 
     Args:
-        model: The model, without DTensors; changed in place. Call this function before `fully_shard`.
+        model: The model; changed in place. A DTensor is broadcast over the data axes outside its mesh, and over those
+            over which its placements replicate it.
         registry: The process groups.
 
     Raises:
         ValueError: On every rank: replicas have tensors of different names, shapes or dtypes. Nothing is changed.
         TypeError: On every rank: ``model`` is not a module on some rank.
-        RuntimeError: A tensor that is broadcast is a DTensor.
 
     Collectives: two object all-gathers, and one broadcast per 32 MiB of tensors that are broadcast over the same ranks.
         None with a single data rank.
@@ -244,7 +245,8 @@ def _replicated_tensors(
     if not isinstance(model, nn.Module):
         raise TypeError(f"broadcast_weights: the model is a {type(model).__name__}; give an nn.Module")
     topology, found = registry.topology, dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, given in (*model.named_parameters(), *model.named_buffers()):
+        tensor = local_parameter(given, topology)
         annotation = annotation_of(tensor)
         named = () if annotation is None else annotation.spec.resolve(topology).named_axes
         axes = tuple(axis for axis in topology.data_axes if axis not in named)

@@ -181,3 +181,23 @@ def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
         for name, (norm, seen) in found.items():
             assert norm == pytest.approx(157.0), name  # (3, 4, 12, 84, 132)
             assert seen == {"all_reduce": count}, name
+
+
+def norm_beside_a_wrong_call(norm_type: float) -> str:
+    """Measure twice; in the second call, rank 0 gives a parameter that is no tensor."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        weight = nn.Parameter(torch.ones(3))
+        annotate(weight, P(), "weight")
+        weight.grad = torch.ones(3)
+        global_norm([weight], registry, norm_type=norm_type)
+        wrong: Any = [()] if registry.global_rank == 0 else [weight]
+        try:
+            return str(float(global_norm(wrong, registry, norm_type=norm_type).total_norm))
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 12.0, math.inf])
+def test_wrong_parameters_on_one_rank_give_other_ranks_a_nan_norm(world: World, norm_type: float) -> None:
+    error = "params has a tuple of 0 items; give (name, parameter) pairs"
+    assert world.run(2, norm_beside_a_wrong_call, norm_type) == [error, "nan"]

@@ -8,7 +8,15 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Sharded, StatePlacement, align_replicas
+from meshstep.optim import (
+    HalfStates,
+    Offloaded,
+    ParallelOptimizer,
+    Sharded,
+    StatePlacement,
+    align_replicas,
+    broadcast_weights,
+)
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -166,3 +174,39 @@ def test_align_replicas_raises_on_every_rank_if_only_one_has_optimizer_state(wor
     first, second = world.run(2, stepped_on_one_rank)
     assert first == second
     assert "whole: tensor (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: tensor (37,)" in first
+
+
+def broadcast_dtensors(layout: str) -> list[float]:
+    """Return this rank's weights after a broadcast; before it, they are the rank's number."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        layouts: dict[str, tuple[Any, list[Any]]] = {
+            "tensor shards": (registry.device_mesh("tensor"), [Shard(0)]),
+            "replicated over data": (registry.device_mesh("data", "tensor"), [Replicate(), Shard(0)]),
+            "data shards": (registry.device_mesh("data"), [Shard(0)]),
+        }
+        mesh, placements = layouts[layout]
+        model: Any = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, placements))
+        model.bias = nn.Parameter(torch.full((1,), float(registry.global_rank)))
+        local = model.weight.to_local()
+        assert isinstance(model.weight, DTensor)
+        with torch.no_grad():
+            local.fill_(registry.global_rank)
+        broadcast_weights(model, registry)
+        return [*model.weight.to_local().tolist(), *model.bias.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("tensor shards", [[0, 0], [1, 1], [0, 0], [1, 1]]),
+        ("replicated over data", [[0, 0], [1, 1], [0, 0], [1, 1]]),
+        ("data shards", [[0, 0], [1, 1], [2, 0], [3, 1]]),
+    ],
+)
+def test_broadcast_weights_copies_local_tensors_of_dtensors_along_replicated_data_axes(
+    world: World, layout: str, expected: list[list[float]]
+) -> None:
+    assert world.run(4, broadcast_dtensors, layout) == expected

@@ -338,10 +338,11 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
                 f"{declaration.name}: {declaration.text}" if declaration else "no such parameter"
                 for declaration in (one, other)
             ]
+            is_missing = one is None or other is None
+            differ = "different parameters" if is_missing else "the same parameters but declare them differently"
             return (
-                f"ranks {first} and {second} hold the same parameters but declare them differently, first in "
-                f"{(one or other or mine[0]).name}: rank {first} has [{shown[0]}], rank {second} has "
-                f"[{shown[1]}]; "
-                "declare the same parameters in the same order on both, or declare their ranks with owned= or tied="
+                f"ranks {first} and {second} hold {differ}, first in {(one or other or mine[0]).name}: rank {first} has "
+                f"[{shown[0]}], rank {second} has [{shown[1]}]; declare the same parameters in the same order on both, or "
+                "declare their ranks with owned= or tied="
             )
     raise AssertionError("digests differ but declarations do not")

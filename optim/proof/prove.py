@@ -551,7 +551,7 @@ def examine(
             raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
         if not (dtype is None or dtype is torch.float64):
             raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
-        if most is not None and not (isinstance(most, int) and most >= 1):
+        if most is not None and (type(most) is not int or most < 1):
             raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
         if dtype is not None:
             check_converts(model)

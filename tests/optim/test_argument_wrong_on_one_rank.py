@@ -361,6 +361,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "prove model": (proof(prove, model=None), "the model is a NoneType; give an nn.Module"),
     "prove dtype": (proof(prove, dtype="float64"), "dtype=float64: give torch.float64, or None"),
     "prove max_parameters": (proof(prove, max_parameters="all"), "max_parameters=all: give a number >= 1"),
+    "prove max_parameters True": (proof(prove, max_parameters=True), "max_parameters=True: give a number >= 1"),
     "prove seed": (proof(prove, seed=1), "seed= is 0 on rank 0 and 1 on rank 1"),
     "infer model": (proof(infer, model=None), "the model is a NoneType; give an nn.Module"),
     "infer shapes": (proof(infer, shapes=[4, 2]), "shapes is a list; give a dict of shapes by name"),

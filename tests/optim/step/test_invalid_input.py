@@ -64,7 +64,7 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     ),
     "one parameter more on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 2 + dist.get_rank() // 3]]),
-        r"first in c: rank 0 has \[no such parameter\], rank 3 has \[c: ",
+        r"hold different parameters, first in c: rank 0 has \[no such parameter\], rank 3 has \[c: ",
     ),
     "one parameter fewer on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 3 - dist.get_rank() // 3]]),

@@ -273,9 +273,8 @@ def _by_axis(
         yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
     elif [*sizes.values()] != [topology.size(atom) for atom in others]:
         raise ValueError(
-            f"owned={{{axis!r}: {at!r}}}: the owner's coordinate along {axis!r} = {_sized(axes, topology)} can't equal the "
-            f"coordinate along {at!r} = {_sized(others, topology)}, because the sizes differ; name axes of equal size "
-            "instead of the aliases"
+            f"owned={{{axis!r}: {at!r}}}: {axis!r} is {_sized(axes, topology)}, but {at!r} is {_sized(others, topology)}; "
+            "an alias can only follow axes of the same sizes in the same order: name axes of the topology instead"
         )
     else:
         yield from zip(axes, others, strict=True)

@@ -176,8 +176,8 @@ def refined(
                 names[number] = name_of(ranks)
                 continue
             raise ValueError(
-                f"no dim of the meshes connects the ranks {ranks}, so the axis that connects them has no name; also pass a "
-                "mesh with a dim of exactly these ranks"
+                f"the topology needs an axis over the ranks {ranks}, but no mesh has a dim with exactly these ranks, whose "
+                "name it could get; also pass such a mesh"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}

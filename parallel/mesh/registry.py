@@ -45,7 +45,7 @@ from .topology import Role, Topology
 #
 # * Ranks that create groups in different orders deadlock.
 # * Members of a group find each other in the store under the group's name. With `use_local_synchronization=True` this
-#   name is a hash that includes the number of groups that *this rank* created before. Members that created different
+#   name is a hash that includes the number of groups that *this rank* has at that time. Members that have different
 #   numbers of groups wait under different names, even if every rank creates its groups in the same order.
 #
 # An agreed order, such as a ticket per request in the store, would not be safe either. A rank would first have to create

@@ -82,7 +82,11 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
         # The first group is valid.
         (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' can't be .* and stride 1 begins at rank 3"),
         (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
-        (8, {("a", "b"): row_major(2, 2)}, r"no dim of the meshes connects the ranks \(0, 4\)"),
+        (
+            8,
+            {("a", "b"): row_major(2, 2)},
+            r"needs an axis over the ranks \(0, 4\), but no mesh has a dim with exactly these ranks",
+        ),
         (
             4,
             {("dp", "tp"): row_major(2, 2), ("tp", "x"): row_major(2, 2)},

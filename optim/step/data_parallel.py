@@ -456,7 +456,10 @@ def find_misplaced_ddp(
     for module in objects:
         if type(module) not in classes or not isinstance(module, DistributedDataParallel):
             continue
-        ranks = dist.get_process_group_ranks(module.process_group)
+        try:
+            ranks = dist.get_process_group_ranks(module.process_group)
+        except KeyError:  # the process group was destroyed, so the module can't be used any more
+            continue
         # Set by torch's DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
         ignored = getattr(module.module, "_ddp_params_and_buffers_to_ignore", ())
         for path, submodule in module.module.named_modules():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
@@ -95,3 +96,24 @@ def test_experts_in_a_ddp_not_passed_as_data_parallel_raise_on_all_ranks(world: 
 def test_experts_that_a_ddp_not_passed_as_data_parallel_ignores_are_stepped_exactly(world: World) -> None:
     for topology, spec in EXPERTS:
         assert world.run(2, step_without_data_parallel, topology, spec, True, {}) == ["no error"] * 2
+
+
+def step_beside_a_ddp_of_a_destroyed_group(shared: bool) -> list[float]:
+    """Return the experts after a step. ``shared``: the unused DDP has the same parameters."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = Moe(0)
+        group = dist.new_group()
+        unused = DistributedDataParallel(model if shared else nn.Linear(2, 2), process_group=group)
+        dist.destroy_process_group(group)
+        declare(model, {"experts": P("data"), "router": P()})
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), registry, max_norm=None)
+        optimizer.backward(model(torch.tensor(1.0)))
+        optimizer.step()
+        assert unused.module is not None
+        found: list[float] = model.experts.tolist()
+        return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ddp_whose_process_group_was_destroyed_is_ignored(world: World, shared: bool) -> None:
+    assert world.run(2, step_beside_a_ddp_of_a_destroyed_group, shared) == [[0.0, 0.0]] * 2

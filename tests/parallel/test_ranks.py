@@ -211,7 +211,7 @@ class Local:
         return dist.get_world_size()
 
 
-def test_unpicklable_call_is_rejected_before_any_rank_starts(pool: RankPool) -> None:
+def test_pool_rejects_unpicklable_call_or_invalid_size_and_keeps_processes(pool: RankPool) -> None:
     def within() -> None:
         raise NotImplementedError
 
@@ -225,7 +225,7 @@ def test_unpicklable_call_is_rejected_before_any_rank_starts(pool: RankPool) -> 
         (
             within,
             (),
-            r"is defined within test_unpicklable_call_is_rejected.*pass the objects that it uses as arguments",
+            r"is defined within test_pool_rejects_unpicklable_call.*pass the objects that it uses as arguments",
         ),
         (functools.partial(lambda x: x, 1), (), "is a lambda"),
         (scaled_sum, (lambda: 0,), r"the arguments of test_ranks\.scaled_sum can't be sent to other processes"),

@@ -54,7 +54,7 @@ def build_nothing(registry):
 
 def build_on_rank_1(registry):
     if registry.global_rank == 1:
-        raise KeyError("what only rank 1 lacks")
+        raise KeyError("a file that only rank 1 lacks")
     return build(registry)
 
 
@@ -160,7 +160,7 @@ def test_audit_with_infer_prints_rules_for_declare(audited: Audited) -> None:
         (("script.py:bild", *GRID), "script.py has no function bild; it has declare, shard, made, build, build_wrong"),
         (("script.py:NUMBER", *GRID), "script.py has no function NUMBER"),
         (("script.py:build_nothing", *GRID), "returned NoneType; return (model, loss_fn)"),
-        (("script.py:build_on_rank_1", "--topology", "tensor=2"), "KeyError: 'what only rank 1 lacks'"),
+        (("script.py:build_on_rank_1", "--topology", "tensor=2"), "KeyError: 'a file that only rank 1 lacks'"),
         (("script.py:build", "--topology", "tensor"), "'tensor' is neither axis=size nor alias=axis+axis"),
         (("script.py:build",), "the following arguments are required: --topology"),
     ],

@@ -32,7 +32,7 @@ class Dense(nn.Module):
 
 
 class Mine(nn.Module):
-    """`Dense` with sharded plain parameters, and with ``up`` stored as [in, out]. ``bug`` selects a planted error."""
+    """`Dense` sharded by hand without DTensors; ``up`` is stored as [in, out]. ``bug`` selects a planted error."""
 
     scale: Tensor
     shift: Tensor
@@ -148,7 +148,7 @@ def test_assert_exact_finds_bias_added_on_every_rank(world: World) -> None:
     assert "the gradient of down_bias, ranks 0-1" in text
 
 
-def test_assert_exact_reports_and_accepts_tolerances(world: World) -> None:
+def test_assert_exact_reports_allowed_error_and_passes_within_large_atol(world: World) -> None:
     def allowed(text: str) -> list[float]:
         return [float(line.partition("allowed ")[2].partition(":")[0]) for line in text.splitlines()[1:]]
 
@@ -241,8 +241,10 @@ def test_assert_exact_finds_wrong_element_on_one_rank(world: World) -> None:
 
 
 class Stage(nn.Module):
-    """One of two stages. Each has its own layer, and two tied parameters of which "summed" is partial over ``row``. The
-    bias is on rank 0 of ``row`` in the last stage."""
+    """One stage of a two-stage model. Each stage has its own layer and the tied parameters ``table`` and ``summed``.
+
+    The gradient of ``summed`` is partial over ``row``. Only rank 0 of ``row`` in the last stage has ``bias``.
+    """
 
     def __init__(self, registry: ProcessGroupRegistry, wrong: str) -> None:
         super().__init__()

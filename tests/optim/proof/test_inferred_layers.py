@@ -47,7 +47,7 @@ class Grid(nn.Module):
 
 
 class Cube(nn.Module):
-    """Two 3D layers that swap the input and output axes."""
+    """Two 3D linear layers and a norm; the second linear layer swaps the input and output axes."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Cube(nn.Module):
 
 
 class Case(NamedTuple):
-    """A layer on a mesh; ``unknown``: two axes have the same size, so shapes do not show which axis shards which dim."""
+    """A kind of model on a mesh. ``unknown``: `infer` can't tell which of two equally large axes shards which dim."""
 
     axes: tuple[tuple[str, int], ...]
     kind: str
@@ -100,7 +100,7 @@ CASES = [
 
 
 class Found(NamedTuple):
-    """Results of one rank: declared specs, specs inferred with and without shapes, undecided dims, and the proofs."""
+    """Results of one rank. ``unknown`` are the parameters for which `infer` doesn't know which axis shards which dim."""
 
     declared: dict[str, P]
     by_shapes: dict[str, P]
@@ -120,7 +120,7 @@ def inferred(case: Case) -> Found:
         for name, spec in {name: one for each in gather_objects(specs, registry) for name, one in each.items()}.items():
             full = unshard(held.get(name), spec, registry)
             shapes[name] = tuple(full.shape)
-            if len(full.shape) == 1:  # shards of zeros and ones cannot be told apart
+            if len(full.shape) == 1:  # initially zeros or ones, so that shards look like replicas
                 full += torch.randn(full.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
                 if name in held:
                     held[name].data.copy_(shard(full, spec, registry, uneven=True))

@@ -1,5 +1,5 @@
-"""Parameters without effect on the loss: their gradients are rounding errors that differ per rank, which is no
-mistake."""
+"""`prove` and `infer` on parameters without effect on the loss. Their gradients are rounding errors that differ per
+rank, which must not be reported as a mistake."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def undecided() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
 
 def test_prove_reports_parameters_without_effect_on_loss_as_undecided(world: World) -> None:
     for found, told, copied, has_rule in world.run(2, undecided):
-        assert "key.bias" in found, "all heads' keys are shifted by it too"
+        assert "key.bias" in found, "key.bias shifts all keys of a head too"
         assert {*found} == {*copied} == {"shift", "key.bias"}, told
         assert has_rule

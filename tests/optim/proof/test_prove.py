@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
 
-# Drawn once; tests/benchmarks/mutants.py draws any number of others.
+# Seeds of the random models; tests/benchmarks/mutants.py tests other seeds.
 RIGHT, WRONG = (range(9000, 9000 + number_of_cases(count)) for count in (16, 36))
 
 
@@ -278,7 +278,7 @@ def test_prove_finds_two_equally_wrong_parameters_for_any_seed(world: World) -> 
 
 
 class Relu(nn.Module):
-    """A model with so many kinks that all steps except the smallest cross some."""
+    """A model with so many ReLU kinks that all finite-difference steps except the smallest cross some kinks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_prove_of_model_with_many_relu_kinks_finds_only_wrong_gradients(world: W
 
 
 class Casting(nn.Module):
-    """Casts to float32 inside the forward, as norms of large models do."""
+    """A model that casts to float32 inside its forward, as norm layers of large models do."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def test_prove_in_float32_finds_errors_of_ten_percent(world: World) -> None:
     assert [finding.name for finding in wrong.findings] == ["gain"]
 
 
-def test_prove_in_half_precision_is_rejected(world: World) -> None:
+def test_prove_of_bfloat16_model_rejects_dtype_none_and_float32(world: World) -> None:
     with pytest.raises(WorldError, match="too inexact for a derivative"):
         world.run(2, _casting, torch.bfloat16, 1.0, None)
     with pytest.raises(WorldError, match=r"give torch\.float64, or None"):

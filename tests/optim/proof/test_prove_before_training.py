@@ -1,4 +1,4 @@
-"""`prove` in a training run, before and after the optimizer is made and between steps: it changes nothing."""
+"""`prove` changes nothing in a training run: before and after the optimizer is created, and between steps."""
 
 from __future__ import annotations
 

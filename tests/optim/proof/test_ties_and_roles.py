@@ -17,7 +17,7 @@ TIED = P(tied={"pipe": (0, -1)})
 
 
 class Renamed(Stage):
-    """The last stage, which calls the table `head`."""
+    """The last stage, where the tied table has the name ``head``."""
 
     @property
     def table(self) -> Tensor:  # type: ignore[override]
@@ -89,7 +89,7 @@ def test_prove_names_stale_replica_of_tied_parameter(world: World, kind: str) ->
         ("equal biases", "inner.0.bias (pipe=0) and inner.0.bias (pipe=1)"),
     ],
 )
-def test_prove_hints_at_undeclared_tie_if_two_stages_have_equal_values(world: World, kind: str, named: str) -> None:
+def test_prove_hints_at_possible_tie_if_two_stages_have_equal_values(world: World, kind: str, named: str) -> None:
     proof, layouts = results(world, kind)
     assert proof.is_correct, proof
     (hint,) = proof.hints
@@ -124,7 +124,7 @@ def test_prove_names_owned_parameter_on_another_stage(world: World) -> None:
 
 
 class Attention(nn.Module):
-    """An LM with one attention layer, whose ranks along ``axis`` have different parts of each sequence."""
+    """An LM with one attention layer. Each rank along ``axis`` processes its own part of each sequence."""
 
     def __init__(self, registry: ProcessGroupRegistry, axis: str) -> None:
         super().__init__()

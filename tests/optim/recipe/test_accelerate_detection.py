@@ -1,4 +1,4 @@
-"""Detection of accelerate or a Trainer around an optimizer, without keeping objects of the caller alive."""
+"""`ParallelOptimizer` detects accelerate or a transformers Trainer around it, and keeps no caller objects alive."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_detection_of_accelerate_holds_no_reference_to_batch_or_logits() -> None
     assert [ref() for ref in seen] == [None, None]
 
 
-def test_optimizer_stepped_by_accelerate_raises_unless_its_clipping_is_replaced() -> None:
+def test_step_by_accelerate_raises_unless_clipping_of_accelerate_is_replaced() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     accelerated = AcceleratedOptimizer(AcceleratedOptimizer(optimizer))

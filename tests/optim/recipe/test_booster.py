@@ -148,7 +148,7 @@ TWO_AXES: list[dict[str, int]] = [{"data": 2, "tensor": 2}, {"replica": 2, "data
 def test_boosted_run_matches_plain_run_with_every_data_parallelism(
     mode: Any, windows: str, world: World, plain: Run
 ) -> None:
-    """The runs use windows, a shorter last window, AdamW, clipping and torch's cosine schedule."""
+    """The runs use accumulation windows with a shorter last one, AdamW, clipping and torch's cosine schedule."""
     for run in world.run(2, boosted_run, mode, {"data": 2}, windows):
         assert_same(run, plain)
 
@@ -173,8 +173,8 @@ def assert_same(run: Run, plain: Run) -> None:
 
 # Precision x mesh x data parallelism ----------------------------------------------------------------------------------
 
-# Allowed difference to the float32 update of 3 steps, relative to its length. Rounding of the weights to half precision
-# is most of it.
+# Allowed error of the update of 3 steps, relative to the norm of the float32 update. Most of the error comes from
+# rounding the weights.
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 0.3, "fp16_naive": 0.05, "fp16_apex": 0.05, "fp8": 0.3}
 
 
@@ -252,7 +252,7 @@ def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world:
 
 
 def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int]) -> tuple[Tensor, Any]:
-    """Train 8 steps in 2 epochs. Save after step ``stop``; if ``stop`` is None, load that checkpoint first instead.
+    """Train 8 steps in 2 epochs. Save after step ``stop``; if ``stop`` is None, load the checkpoint first.
 
     Return the full weights, and the loaded extra value, or 0.
     """
@@ -279,7 +279,7 @@ def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int])
 
 @pytest.mark.parametrize("mode", ["ddp", "zero2"])
 def test_boosted_run_resumes_bitwise_identically(mode: Any, world: World, tmp_path: Path) -> None:
-    """The checkpoint within an epoch has weights, master weights, optimizer state, learning rate and sample order."""
+    """The checkpoint within an epoch contains weights, master weights, optimizer state, learning rate and sample order."""
     path = str(tmp_path)
     whole = world.run(2, train_in_parts, path, mode, 6, {"data": 2})
     for (weights, _), (resumed, done) in zip(

@@ -75,7 +75,7 @@ def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
 
 
 def gradient_accumulation(precision: Mode, data_parallel: Any) -> list[float]:
-    """Accumulate windows of 4 explicitly, without a schedule. Return the losses."""
+    """Accumulate 4 micro-batches per step with `no_sync`, without a schedule. Return the losses."""
     GRADIENT_ACCUMULATION = 4
     model = classifier()
     criterion = nn.CrossEntropyLoss()

@@ -1,4 +1,4 @@
-"""LR schedules passed to the Booster behave as without it, including torch's warnings."""
+"""LR schedules behave the same with and without a Booster, including torch's warnings."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def parameters(registry: ProcessGroupRegistry, dtype: torch.dtype) -> dict[str, 
 
 
 def values(optimizer: ParallelOptimizer) -> Values:
-    """Return the stepped tensors with their state and remainders, by region of the full tensor."""
+    """Return each stepped tensor with its optimizer state, by name and region of the full tensor."""
     found = {}
     for piece, state in zip(optimizer.stepped_tensors(), optimizer._states.states(), strict=True):
         tensors = [piece.tensor, *(state[key] for key in sorted(state) if key != "step")]
@@ -114,7 +114,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Check that each shard now equals the shard that its first rank had before. Return the first difference, or ""."""
+    """Check that each shard equals that of its first rank in ``before``. Return the first difference, or ""."""
     for rank, pieces in enumerate(after):
         for key, tensors in pieces.items():
             pipe = topology.pipe_axes and key[0] != "tied"
@@ -177,7 +177,7 @@ def test_align_replicas_raises_on_every_rank_if_only_one_has_optimizer_state(wor
 
 
 def broadcast_dtensors(layout: str) -> list[float]:
-    """Return this rank's weights after a broadcast; before it, they are the rank's number."""
+    """Set this rank's weights to its rank number, broadcast the weights, and return them."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:

@@ -1,4 +1,4 @@
-"""meshstep's schedules inside torch's composed schedules: supported in SequentialLR, rejected in ChainedScheduler."""
+"""meshstep's schedules inside torch's SequentialLR and ChainedScheduler. A chain of several schedules is rejected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_skipped_step_after_milestone_holds_sequential_schedule() -> None:
         lambda optimizer: [LinearWarmupLR(optimizer, 9, 2), CosineAnnealingLR(optimizer, 6)],
     ],
 )
-def test_chained_scheduler_of_several_schedules_with_meshstep_schedule_is_rejected(
+def test_chained_scheduler_of_meshstep_schedule_and_another_is_rejected(
     others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
 ) -> None:
     says = (

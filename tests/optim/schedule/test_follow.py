@@ -21,7 +21,7 @@ from world import World
 
 
 class Training:
-    """One parameter with given gradients; the base rate is 1 and the schedule gives 1, 0.9, 0.8, ..."""
+    """Trains one parameter with given gradients. The base rate is 1; the schedule's rates are 1, 0.9, 0.8, ..."""
 
     def __init__(self, hold_on_skip: bool = True, **options: Any) -> None:
         self.weight = nn.Parameter(torch.ones(3))

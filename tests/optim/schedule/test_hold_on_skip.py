@@ -81,7 +81,7 @@ class Training:
         self.rates.append((float(group["lr"]), group["momentum"]))
 
     def run(self, gradients: list[float]) -> list[tuple[float, float]]:
-        """Return the rates of these steps, including skipped steps."""
+        """Run one step per gradient. Return the rates of the inner optimizer's steps, for which see `rates`."""
         self.rates.clear()
         for gradient in gradients:
             self.optimizer.backward((self.weight * gradient).sum())
@@ -127,7 +127,7 @@ def test_held_schedule_waits_for_skip_flag_that_arrives_late(monkeypatch: pytest
     assert held.schedule.get_last_lr() == [0.5]
     assert held.optimizer.param_groups[0]["lr"] == 0.5
     held.run([1.0])
-    held.schedule.step()  # no hook ran since, as after a graph replay: the flag is read now
+    held.schedule.step()  # no step hook ran since, as after a CUDA graph replay, so this call reads the flag
     assert held.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4)
 
 

@@ -1,4 +1,4 @@
-"""Learning rates follow their closed formulas; schedule state; rejected arguments."""
+"""meshstep's schedules: closed formulas of the learning rates, state dicts, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = st.integers(0, 40)
 
 
 def trace(schedule: WarmupLR, steps: int) -> list[list[float]]:
-    """Return the learning rates of the first steps."""
+    """Run ``steps`` steps. Return the learning rates of each step."""
     found = []
     for _ in range(steps):
         found.append(rates(schedule.optimizer))

@@ -192,7 +192,7 @@ def test_step_after_deleting_momentum_buffers_matches_torch() -> None:
     close(found[0], found[1])
 
 
-def test_optimizer_with_own_hooks_or_schedule_is_stepped_by_torch(calls: Calls) -> None:
+def test_optimizer_with_step_hook_or_replaced_step_is_stepped_by_torch(calls: Calls) -> None:
     model = model_of()
     inner = MAKE["AdamW"](list(model))
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()))
@@ -209,10 +209,10 @@ def test_optimizer_with_own_hooks_or_schedule_is_stepped_by_torch(calls: Calls) 
 
 
 class OtherRule(torch.optim.AdamW):
-    """A user-defined subclass."""
+    """A user-defined subclass of a supported optimizer."""
 
 
-def test_only_fused_torch_classes_are_stepped_by_compiled_loops() -> None:
+def test_compiled_loops_reject_subclassed_unfused_and_unsupported_optimizers() -> None:
     params = list(model_of())
     assert loops_for(OtherRule(params, fused=True)) is None
     assert loops_for(torch.optim.AdamW(params)) is None

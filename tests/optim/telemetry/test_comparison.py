@@ -1,4 +1,4 @@
-"""`compare_runs` names planted mistakes in trainings of several layouts, and says "rounding only" for right ones."""
+"""`compare_runs` names planted mistakes in runs of several layouts, and finds only rounding in correct runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
     for layout in planted.layouts
     for other in planted.against
 ]
-# Mistakes that are found, but with another cause, axis or parameter than the planted one.
+# Planted mistakes for which `compare_runs` names a wrong cause, axis or parameter; the values are the named causes.
 NOT_NAMED: dict[str, str] = {}
 
 
@@ -84,7 +84,7 @@ def test_run_comparison_names_cause_of_nine_of_ten_planted_mistakes() -> None:
 
 
 def recorded_with(value: float | None, quantity: str, path: Path) -> Path:
-    """Record three steps of a linear layer; before the second one, write ``value`` to its weight or gradient."""
+    """Record three steps of a linear layer. Write ``value`` to its weight or gradient before the second `step` call."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = ParallelOptimizer(
@@ -118,7 +118,7 @@ def test_run_comparison_finds_value_that_is_non_finite_in_one_run_only(
     assert compare_runs(other, other).verdict == "equal"
 
 
-# Right trainings ------------------------------------------------------------------------------------------------------
+# Correct runs ---------------------------------------------------------------------------------------------------------
 
 ALONE = Layout()
 PAIRS = [
@@ -150,7 +150,7 @@ PAIRS = [
     (Layout(optimizer="muon"), Layout("tensor=2", optimizer="muon")),
     (Layout("data=4", "fp64"), Layout("data=2,tensor=2", "fp64")),
 ]
-EQUAL = {ALONE, Layout("pipe=2")}  # stages send activations, and sum nothing
+EQUAL = {ALONE, Layout("pipe=2")}  # stages only send activations, so no sum changes
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} beside {b}" for a, b in PAIRS])
@@ -174,13 +174,13 @@ def test_run_comparison_finds_identical_runs_equal(record: Record, world: World)
 
 
 def test_zero1_run_has_the_hashes_of_a_run_with_replicated_states(record: Record, world: World) -> None:
-    # ZeRO-1 sums the same gradients in the same order, so that all bits are equal, on other regions of the parameters.
+    # ZeRO-1 sums the same gradients in the same order, so all bits are equal, although ranks hash smaller regions.
     found = compare_runs(record(Layout("data=2"), right), record(Layout("data=2", states="ZeRO-1"), right))
     assert found.verdict == "equal", str(found)
 
 
 def in_fixed_order(training: Training) -> None:
-    """Train with ``sum_order="fixed"`` and 12 micro-batches over all data ranks."""
+    """Set ``sum_order="fixed"`` and the layout's micro-batches per rank: 12 over all data ranks."""
     training.options |= {"sum_order": "fixed", "accumulation_steps": training.layout.micros}
 
 
@@ -198,7 +198,7 @@ def test_runs_in_fixed_order_have_equal_hashes_on_any_number_of_data_ranks(recor
 
 
 def recorded_on_grid(axes: str, path: Path) -> None:
-    """Record a language model of 2-D layers."""
+    """Record three steps of a language model with 2-D tensor-parallel layers."""
     with ProcessGroupRegistry(Topology.parse(axes)) as registry:
         model = Lm("2-D", registry, 8, tied=False)
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), registry, max_norm=1.0)

@@ -1,5 +1,5 @@
-"""The coordinate check: changes grow with the width in the standard parametrization but not in muP, also when
-sharded."""
+"""`coordinate_check`: output changes grow with the width in the standard parametrization, but not in muP. The check gives
+the same for sharded models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
         rows, columns = (P("tensor"), P(None, "tensor")) if split else (P(), P())
         self.first = Layer(normal(width, 8, std=8**-0.5), rows, registry)
         self.last = Layer(normal(4, width, std=1 / width if mup else width**-0.5), columns, registry)
-        # Adam's learning rate of hidden-to-output weights depends on the fan-in.
+        # muP divides Adam's learning rate of hidden-to-output weights by the fan-in.
         self.rates = {"first": 0.01, "last": 0.01 / width if mup else 0.01}
 
     def forward(self, x: Tensor) -> Tensor:

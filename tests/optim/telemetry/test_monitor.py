@@ -207,12 +207,13 @@ def test_tensorboard_writer_without_package_raises(monkeypatch: pytest.MonkeyPat
 def test_non_finite_loss_of_skipped_step_is_excluded_from_report() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=6)
-    losses = [1.0, 2.0, math.nan, 4.0, 5.0, 6.0, 7.0, math.nan, math.inf, 1.0, 1.0, 1.0]  # 2, 5, 8 and 11 are skipped
+    # Steps 2, 5, 8 and 11 are skipped.
+    losses = [1.0, 2.0, math.nan, 4.0, 5.0, 6.0, 7.0, math.nan, math.inf, 1.0, 1.0, 1.0]
     for step, loss in enumerate(losses):
         monitor(None, 0.5, count=2)
         with no_host_reads():
             monitor(stats_of(step), torch.tensor(loss), count=step + 1)
-    counted = [0, 1, 3, 4, 5]  # of step 2, the micro-batch with a finite loss counts
+    counted = [0, 1, 3, 4, 5]  # step 2 counts only with its other micro-batch, whose loss is finite
     total = 6 * 2 * 0.5 + sum(losses[step] * (step + 1) for step in counted)
     assert reports[0].loss == pytest.approx(total / (6 * 2 + sum(step + 1 for step in counted)))
     assert reports[1].loss is not None
@@ -220,7 +221,7 @@ def test_non_finite_loss_of_skipped_step_is_excluded_from_report() -> None:
 
 
 def losses_of_micro_batches(data_ranks: int) -> list[float | None]:
-    """Report the losses of 24 micro-batches per step; in the third step, which is skipped, one of them is inf.
+    """Report the losses of 24 micro-batches per step; in the third step, which is skipped, one loss is inf.
 
     Return the reported losses.
     """
@@ -249,7 +250,7 @@ def test_reported_loss_is_bitwise_equal_on_any_number_of_data_ranks(world: World
 
 
 def skipped_on_ranks() -> list[float | None]:
-    """Give a non-finite loss on rank 1 only in a step that both ranks skip. Return the reported losses."""
+    """Report three steps, of which both ranks skip the third. Its loss is NaN on rank 1. Return the reported losses."""
     reports: list[Report] = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         monitor = Monitor(registry, reports.append, every=3)
@@ -259,7 +260,7 @@ def skipped_on_ranks() -> list[float | None]:
     return [report.loss for report in reports]
 
 
-def test_loss_of_skipped_step_is_excluded_on_all_ranks(world: World) -> None:
+def test_nan_loss_of_one_rank_in_skipped_step_is_excluded_from_report(world: World) -> None:
     (loss,), others = world.run(2, skipped_on_ranks)
     assert loss == pytest.approx((0 + 1 + 2 + 10 + 11) / 5)
     assert others == []

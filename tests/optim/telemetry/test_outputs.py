@@ -116,7 +116,7 @@ def test_resumed_run_appends_to_file_and_moves_later_steps_to_dropped_file(kind:
     assert len(Path(f"{path}.dropped").read_text().splitlines()) == 3 + 4
 
 
-def test_read_json_lines_rejects_other_files(tmp_path: Path) -> None:
+def test_read_json_lines_rejects_invalid_line_but_ignores_cut_last_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"line 2 of .* is no report"):
@@ -288,7 +288,9 @@ def test_report_command_writes_self_contained_page(tmp_path: Path, capsys: pytes
     assert text.count('class="broken"') == 1
 
 
-def test_report_command_explains_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_explains_invalid_input_and_prints_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     cases = (
@@ -305,7 +307,7 @@ def test_report_command_explains_invalid_input(tmp_path: Path, capsys: pytest.Ca
     assert "RUN.jsonl" in done.stdout
 
 
-def test_report_title_is_written_in_ascii_locale(tmp_path: Path) -> None:
+def test_report_command_writes_non_ascii_title_in_ascii_locale(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with JsonLines(path) as lines:
         lines(report(10))
@@ -325,7 +327,7 @@ def test_report_title_is_written_in_ascii_locale(tmp_path: Path) -> None:
 
 @pytest.mark.default_cases(99)  # a case starts no process
 @pytest.mark.parametrize("line", ['{"step": 1, "x": [1]}', '{"step": 1, "x": "a"}', '{"step": 1' + "0" * 400 + "}"])
-def test_report_command_rejects_lines_without_numbers(
+def test_report_command_rejects_line_with_invalid_value(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run\x1b[31m.jsonl"
@@ -346,7 +348,7 @@ def test_html_report_escapes_titles_and_names() -> None:
     assert "\x07" not in text
 
 
-def test_html_report_charts_have_round_ticks_within_range() -> None:
+def test_html_report_charts_have_fitting_scales_and_short_numbers() -> None:
     assert Scale.of([0.0, 10.0], 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
     assert Scale.of([1e-3, 50.0], 0, 100).ticks(5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
     assert Scale.of([0.3, 10.0], 0, 100).log

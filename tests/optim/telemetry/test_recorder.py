@@ -34,7 +34,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 def combined(found: Digests) -> tuple[str, Tensor]:
-    """Return the digest of a full tensor from those of its shards."""
+    """Return the digest of a full tensor from the digests of its shards."""
     return joined_hash(hash_words(found.hashes).sum(0).tolist()), found.sketches.sum(0)
 
 
@@ -61,7 +61,7 @@ def test_digest_of_tensor_is_equal_for_every_sharding(
         spans = tuple(spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full.shape))
         region = Region(tuple(full.shape), spans, 0, torch.Size(sum(n for _, n in dim) for dim in spans).numel())
         flat = region.of(full).flatten()
-        middle = len(flat) // 3  # two runs of the flattened shard, as with ZeRO-1
+        middle = len(flat) // 3  # two contiguous parts of the flattened shard, as with ZeRO-1
         shards += [flat[:middle], flat[middle:]]
         regions += [region.run(0, middle), region.run(middle, len(flat) - middle)]
     found_hash, found_sketch = combined(digest(shards, regions, CPU))

@@ -73,7 +73,7 @@ def test_measured_step_needs_few_more_collectives_and_no_host_synchronization(wo
         (GRID, {}, 1),
         (BOTH, {"by": "parameter"}, 1),
         (BOTH, {"spectral": SpectralNorms(iterations=3)}, 1 + 2 * 3),
-        (BOTH, {"noise": NoiseScale()}, 1 + 1),  # the partial gradient of the bias over tensor
+        (BOTH, {"noise": NoiseScale()}, 1 + 1),  # one more for the bias, whose gradient is partial over tensor
         (LAYOUTS["data"], {"noise": NoiseScale()}, 1),
     ]
     found = world.run_each(beyond_a_plain_step, [(w.topology.world_size, (w, options)) for w, options, _ in ways])
@@ -83,7 +83,7 @@ def test_measured_step_needs_few_more_collectives_and_no_host_synchronization(wo
             assert measured == [0, more, 0, more], (layout, options)
 
 
-def test_closed_telemetry_measures_nothing() -> None:
+def test_closed_telemetry_measures_nothing_and_can_be_replaced() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
@@ -443,7 +443,7 @@ def test_layers_with_equal_parameter_names_get_distinct_labels(world: World, nam
 
 
 def norms_in_fixed_order(size: int) -> tuple[float, float]:
-    """Return the gradient norm of `GradStats` and of the figures, of 4 micro-batches over all data ranks."""
+    """Return the gradient norm of 4 micro-batches over all data ranks, from `GradStats` and from `Telemetry`."""
     with ProcessGroupRegistry(Topology(data=size)) as registry:
         model = nn.Linear(3, 2)
         nn.init.ones_(model.weight)

@@ -49,7 +49,7 @@ class Case:
         states: Key of `whole_runs.STATES`.
         masters: Whether to use bfloat16 with float32 master weights; nothing is rounded in these steps.
         broken: Whether each replica is counted as if it were the only one.
-        micros: Micro-batches per window; 0: one, without a weight.
+        micros: Micro-batches per accumulation window; 0: one micro-batch without a weight.
     """
 
     layout: Layout
@@ -148,7 +148,7 @@ def expected(case: Case) -> Figures:
                 figures[f"spectral_norm/{label(key, layout)}"] = sigma
         dense.step(clipped(gradients, case.clip))
         update = {key: dense.weights[key] - before[key] for key in before}
-        # Gradients as the optimizer holds them: averaged, but not divided by the weight of the window.
+        # The optimizer holds gradients that are averaged over data ranks, but not divided by the window's total weight.
         replicas = layout.topology.size(*layout.topology.data_axes)
         lying = {key: layout.gradient(key, step, max(case.micros, 1)) / replicas for key in before}
         for name, keys in {"total": [*before], **{label(key, layout): [key] for key in before}}.items():

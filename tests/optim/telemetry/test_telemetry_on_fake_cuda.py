@@ -1,6 +1,6 @@
 """Measured steps on GPUs need no host synchronization.
 
-Uses torch's fake CUDA tensors, which have no elements; see `fake_cuda`.
+The tests use torch's fake CUDA tensors, which have no elements; see `fake_cuda`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrong values in the states of Monitor, Telemetry and data loader raise an error with the name and change nothing."""
+"""A state dict with an invalid value leaves Monitor, Telemetry and data loaders unchanged; the error names the value."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ resemble those of the function.
 ``--seconds`` limits each run of tests. With a short limit, "endless" also counts runs that would pass or fail later.
 
 ``--record RECORD.json`` plants no faults. It runs the tests of the library once, and records the code that each executes.
-``--executed RECORD.json`` runs the tests that execute the changed code, instead of those chosen by names: as many as take a
-minute without a fault, half of them those that execute the least other code, and half of them from the test files chosen
-above. A fault in code that no test executes survives without a run.
+``--executed RECORD.json`` runs tests that execute the changed code, as many as take a minute without a fault. Half of them
+are the tests that execute the least other code; the other half come from the test files that ``--fresh`` chooses. A fault
+in code that no test executes survives without a run.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ LISTED: list[Fault] = [
         "        if False:\n            raise",
     ),
     Fault("parallel/layout/spec.py", " or (index < 0 and axis in dict(self.owned))", ""),
-    # Survivors of ``--fresh 36 200``
+    # Faults that survived a run with ``--fresh 36 200``
     Fault(
         "optim/gradients/reduce_in_backward.py",
         "def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:",
@@ -357,7 +357,7 @@ LISTED: list[Fault] = [
         'roles[dim.name] = "pipe" if False else "data"',
     ),
     Fault("optim/clip/functional.py", "norm_type=norm_type,\n            reduction=reduction,", "norm_type=norm_type,"),
-    # Survivors of ``--fresh 2611 120``
+    # Faults that survived a run with ``--fresh 2611 120``
     Fault(
         "parallel/interop/dtensor.py", '"redistribute it" if _is_shard(wanted) else', '"redistribute it" if False else'
     ),
@@ -423,7 +423,7 @@ LISTED: list[Fault] = [
         "torch.where(finite, by_kind[:, :, 1], 0.0)",
         "torch.where(finite, by_kind[:, :, 1], -1.0)",
     ),
-    # Survivors of ``--fresh 2614 200``
+    # Faults that survived a run with ``--fresh 2614 200``
     Fault(
         "optim/step/first_window_checks.py",
         "if scaled and not any(rank.scaled_losses for rank in seen) and any(",
@@ -497,7 +497,7 @@ LISTED: list[Fault] = [
         "mine is known or (type(mine) is type(known) is float and mine == known)",
         "mine is known and (type(mine) is type(known) is float and mine == known)",
     ),
-    # Survivors of ``--fresh 2615 200``
+    # Faults that survived a run with ``--fresh 2615 200``
     Fault(
         "optim/checkpoint/contents.py",
         "(isinstance(value, Tensor) and value.numel() == 0)",
@@ -782,7 +782,7 @@ def draw_fresh(count: int, seed: int) -> list[Fault]:
     return [replace(fault, closest=closest_tests(fault)) for fault in drawn.values()]
 
 
-SECONDS_OF_TESTS = 60.0  # of the tests that run for a fault, without the fault
+SECONDS_OF_TESTS = 60.0  # total time, without the fault, of the tests that run for one fault
 
 
 def executing_tests(fault: Fault, executed: Record, seconds: float = SECONDS_OF_TESTS) -> tuple[str, ...]:
@@ -819,7 +819,7 @@ def closest_tests(fault: Fault, most: int = 6) -> tuple[str, ...]:
 
 
 def _by_names(fault: Fault) -> list[str]:
-    """Return all test files, those first that most likely find the fault.
+    """Return all test files, sorted by how likely they find the fault, the most likely first.
 
     Files score by the names of functions and classes around the fault, by other names of the module, and by the words
     of their own name.
@@ -840,7 +840,7 @@ def _by_names(fault: Fault) -> list[str]:
 
 
 def _by_words(fault: Fault) -> list[str]:
-    """Return all test files except those of `tests/interop`, those first that most resemble the function with the fault.
+    """Return all test files except `tests/interop`, sorted by similarity to the function with the fault, highest first.
 
     The similarity is that of term frequency times inverse document frequency, over all words of the function, also
     those of its texts, and over the parts of names.

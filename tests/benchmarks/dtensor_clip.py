@@ -3,7 +3,7 @@
     python tests/benchmarks/dtensor_clip.py [--counts 100 1000 5000 20000] [--rounds 7] [--torch-limit 5000]
 
 Half of the DTensors are on one mesh and half on another one, as experts are. torch's function raises for two meshes, so
-that it gets as many DTensors on one mesh. Columns, per DTensor in microseconds:
+it gets the same number of DTensors on one mesh. Columns, per DTensor in microseconds:
 
     first      the first call, which builds the registry and the plan, and compares replicas
     warm       a later call

@@ -4,7 +4,7 @@
 
 Cost: CPU time of one of two gloo ranks (one thread per rank) for a clipping step of AdamW on the parameters of a
 transformer, as a ratio to the same step without comparison, with interleaved rounds. The cost of a run that compares every
-N steps follows from its two rows: ``between + (compares - between) / N``.
+N steps follows from the two rows: ``between + (compares - between) / N``.
 
 False alarms: ``--clean`` steps over several layouts, with accumulation, clipping and (in fp16) overflows, compared in
 every step. The exit status is 1 if any step reports a difference.

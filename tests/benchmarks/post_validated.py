@@ -4,7 +4,7 @@ It updates with clip coefficient 1 during the all-reduce, and repeats the update
 clip or to skip.
 
     python tests/benchmarks/post_validated.py [--numel 4 30] [--seconds 20]      # times
-    python tests/benchmarks/post_validated.py --check                            # bits, and information needed to undo
+    python tests/benchmarks/post_validated.py --check                            # bitwise comparison with synchronous steps
 
 AdamW runs in the compiled loops of the library (`meshstep.optim.kernels`): float32 masters and moments, bfloat16 weights,
 float32 gradients. There are two gloo ranks with one thread each. Rank 0 steps `--numel` million elements and rank 1 a few,

@@ -1,4 +1,4 @@
-"""Time `whole`: a step of published optimizers, wrapped on sharded weights, relative to the dense step.
+"""Time `whole`: a step of third-party optimizers, wrapped on sharded weights, relative to the dense step.
 
     python tests/benchmarks/whole_any.py [--ranks 2] [--width 128] [--layers 2] [--rounds 5]
 

@@ -51,7 +51,7 @@ NOT_RUN = {  # examples that the test does not run, and what each one needs
     "save_adapter": "safetensors; tests/optim/adapters run it",
     "load_adapter": "safetensors; tests/optim/adapters run it",
 }
-WITHOUT = {  # exported names without an example, and why
+WITHOUT = {  # exported names without an example -> the reason
     "BiasLayout": "names of options",
     "DataParallel": "names of options",
     "Mode": "names of options",
@@ -320,7 +320,7 @@ def dir_of(package: str) -> list[str]:
 
 
 def stated_values(code: str) -> dict[int, Any]:
-    """Return the values that comments state, by line: ``3 + 4  # 7``. A comment that is no literal states none."""
+    """Return the values that comments state, by line: ``3 + 4  # 7``. A comment that is not a literal states no value."""
     values = {}
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type == tokenize.COMMENT:
@@ -335,7 +335,7 @@ def run(code: str, namespace: dict[str, Any], label: str) -> int:
     for statement in ast.parse(code).body:
         if isinstance(statement, ast.Expr) and statement.end_lineno in stated:
             value = eval(compile(ast.Expression(statement.value), label, "eval"), namespace)
-            if value is None:  # of `print`, whose text depends on the model
+            if value is None:  # a call of `print`, whose text depends on the model
                 continue
             assert str(value) == str(stated[statement.end_lineno]), f"{label}: {ast.unparse(statement)}"
             compared += 1

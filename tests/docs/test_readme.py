@@ -1,4 +1,4 @@
-"""The README's commands are the commands of the CI, and its diff and the diffs of docs/integrations train as shown.
+"""The README's commands are those of the CI, and the loops in its diff and in docs/integrations train like plain torch.
 
 test_pages.py checks what the snippets of all pages print.
 """
@@ -39,7 +39,7 @@ def test_readme_shows_the_quickstart_after_the_diff() -> None:
 
 
 def test_ci_script_finds_train_digits_and_pytest_commands_in_readme() -> None:
-    """`.ci/run` reads its commands from the README: the lines that make a virtual environment."""
+    """`.ci/run` executes the lines of the README that begin with `python3 -m venv`."""
     commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
     assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash", README)]
     main_job, tests = commands

@@ -113,7 +113,7 @@ def checked(project: Path, *command: str) -> str:
 
 def test_mypy_strict_accepts_user_code(project: Path) -> None:
     pytest.importorskip("mypy")
-    # The folder is in the repository, so that only the first run checks torch.
+    # The cache is kept in the repository between runs, so only the first run checks torch.
     cache = str(ROOT / ".mypy_cache" / "of_user_code")
     found = checked(project, "mypy", "--strict", "--cache-dir", cache, "train.py")
     assert found == "Success: no issues found in 1 source file\n"

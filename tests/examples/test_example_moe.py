@@ -66,7 +66,7 @@ def test_moe_run_resumes_with_experts_on_other_axes(world: World, one_process: t
 
 
 def experts_without_tokens(topology: Topology, axes: tuple[str, ...]) -> list[float]:
-    """Compare a mixture with the dense one, if all tokens choose the first two of 4 experts, within their capacity.
+    """Assert that sharded and dense mixture have equal gradients if all tokens choose the first two of 4 experts.
 
     Return the sum of the absolute gradients of each expert weight on this rank.
     """

@@ -1,4 +1,4 @@
-"""Common features of the training scripts: resuming, with accumulation and ZeRO, precision modes, and plots."""
+"""Common features of the training scripts: resuming (also with accumulation and ZeRO), precision modes, and plots."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 python -m tests.gpu                                          on one GPU, and smaller tests on the CPU
 python -m tests.gpu -m cuda                                  without the CPU; arguments go to pytest
-python -m tests.gpu --all                                    all tests and benchmarks in nine minutes: `everything`
+python -m tests.gpu --all                                    all tests and benchmarks in nine minutes, see everything.py
 torchrun --standalone --nproc-per-node 4 -m tests.gpu        on several GPUs, over NCCL: other tests
 """
 

@@ -1,4 +1,4 @@
-"""A test with the fixture `device` runs on a GPU and, at a smaller size, on the CPU: any machine shows its mistakes."""
+"""A test with the fixture `device` runs on a GPU and, at a smaller size, on the CPU, so that any machine can check it."""
 
 from __future__ import annotations
 

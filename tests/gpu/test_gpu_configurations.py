@@ -33,7 +33,8 @@ def size(case: Case) -> int:
 def fits(case: Case, world_size: int) -> bool:
     """Return whether the case runs on this number of ranks, also after its checkpoint.
 
-    With gloo, meshes of DTensors are on the CPU, and a rank without parameters rejects a group that is added later.
+    A case with DTensors does not fit, because their gloo meshes are on the CPU. A case that adds a param group does not fit
+    if some rank has no parameters before, because this rank rejects the group.
     """
     settings = [setting for setting in (case.setting, case.resumed) if setting is not None]
     first = [name for name in case.names if case.has(name, 0)]

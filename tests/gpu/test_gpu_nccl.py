@@ -1,4 +1,4 @@
-"""A world of one rank over NCCL (gloo on the CPU) is bitwise identical to training without a process group."""
+"""Training in a world of one rank over NCCL (gloo on the CPU) equals training without a process group bitwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = [(mode, placed) for placed in PLACED for mode in ("fp32", "bf16", "fp16_
 
 
 def trained(device: torch.device, topology: Topology) -> list[dict[str, Tensor]]:
-    """Return the final tensors of each case."""
+    """Return the results of `by_steps` for each case."""
     with ProcessGroupRegistry(topology) as registry:
         assert registry.device.type == (device.type if topology.axes else "cpu")
         found = []

@@ -25,8 +25,8 @@ from precision_modes import differences, snapshot
 from torch import nn
 
 SHAPES = [(48, 32), (48, 32), (32, 48), (16, 16), (64,), (7,), (3, 8, 16)]
-# The Gram matrix of the long side of another matrix is singular: the eigenvectors of its null space, in which SOAP
-# updates, are arbitrary.
+# Shapes for SOAP. For a matrix that is not square, the Gram matrix of the long side is singular, and the eigenvectors of
+# its null space, along which SOAP updates too, are arbitrary.
 SQUARE = [(32, 32), (32, 32), (48, 48), (64,), (7,), (3, 16, 16)]
 MAKE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Muon": lambda params: Muon(params, lr=0.01, weight_decay=0.1),

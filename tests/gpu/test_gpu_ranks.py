@@ -12,7 +12,7 @@ CASES = [(mode, placed) for placed in PLACED for mode in ("fp32", "bf16", "fp16_
 
 
 def trained(device: torch.device, world_size: int) -> list[dict[str, Tensor]]:
-    """Return the final tensors of each case on this rank."""
+    """Return the final weights, and the statistics of all steps, of each case on this rank."""
     left = []
     with ProcessGroupRegistry(Topology(data=world_size)) as registry:
         for mode, placed in CASES:

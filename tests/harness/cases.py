@@ -47,7 +47,7 @@ class Case:
         return Topology(roles=None, **dict(self.axes))
 
     def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
-        """Return the logical gradient of which the ranks of pipeline stage ``stage`` hold shards; zeros if it is
+        """Return the full gradient, of which the ranks of pipeline stage ``stage`` hold shards; zeros if the gradient is
         missing."""
         param = self.params[index]
         stage = (
@@ -71,8 +71,8 @@ class Case:
         return slice_of(full, self.params[index].spec, self.topology, rank)
 
     def dense_powers(self, norm_type: float) -> list[Tensor]:
-        """Return the sum of |g|^p (for inf the largest |g|) of each logical parameter, in float64. A parameter whose
-        spec does not name the pipeline axis is a different one on each stage."""
+        """Return the sum of |g|^p (for inf the largest |g|) of each logical parameter, in float64. If a spec does not name
+        the pipeline axis, each stage has a logical parameter of its own."""
         powers = []
         stages = list(product(*(range(self.topology.size(axis)) for axis in self.topology.pipe_axes)))
         for index, param in enumerate(self.params):

@@ -182,11 +182,11 @@ class Mode(NamedTuple):
 
     Args:
         precision: The ``precision`` argument of the optimizer.
-        dtype: The dtype of the weights and of the terms of gradients.
+        dtype: The dtype of the weights and of the gradients of one micro-batch.
         rounding: Error bound of the weights, relative to each element.
         rounding_per_step: Error bound of the updated values per step, relative to the largest value the parameter had.
-        norm_rounding: Error bound of the norm, relative to it; where gradients are summed in ``dtype``, relative to
-            the norm of the sums of absolute values of their terms.
+        norm_rounding: Error bound of the norm. The default, 1e-6, is relative to the norm itself; a larger bound is
+            relative to `DenseRun.absolute_norms`.
         has_masters: The weights are copies of master weights: after the user writes weights, masters must be reloaded.
     """
 
@@ -337,7 +337,7 @@ def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) 
 
 
 def is_masked(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) -> bool:
-    """Return whether the micro-batch has the weight 0, and its loss is passed instead of None."""
+    """Return whether the micro-batch has the weight 0, and the rank passes its loss instead of None."""
     where = tuple(at[axis] for axis in setting.at.topology.data_axes)
     passed = setting.weighted and case.draw("masked", step, micro, where) % 2 == 1
     return passed and not weight(case, setting, at, step, micro)

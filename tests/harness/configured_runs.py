@@ -219,8 +219,8 @@ class Rank:
         return {"weight": torch.tensor(float(count), device=self.device) if is_tensor else count}
 
     def averaged(self, name: str) -> int:
-        """Return the number of data ranks in a DTensor's mesh (1 for a plain tensor). Its gradient counts as averaged
-        over them already, so the loss is divided by this number."""
+        """Return the number of data ranks in a DTensor's mesh (1 for a plain tensor). The optimizer expects that a
+        DTensor's gradient is already averaged over these ranks, so the loss is divided by their number."""
         topology = self.setting.at.topology
         meshed = {axis for axes, _ in self.setting.at.meshes.get(name, ()) for axis in axes}
         return topology.size(*(axis for axis in topology.data_axes if axis in meshed))
@@ -256,7 +256,7 @@ def offloaded_pieces(optimizer: ParallelOptimizer[Any]) -> list[bool]:
 def problems_of_fraction(optimizer: ParallelOptimizer[Any], offloaded: list[bool], fraction: float) -> list[str]:
     """Return a problem if this rank offloads less than ``fraction`` of the elements that it trains, else none."""
     pieces = zip(optimizer.stepped_tensors(), offloaded, strict=True)
-    # Other pieces belong to parameters that were frozen when they were added, which are not offloaded.
+    # Parameters that were frozen when they were added are not offloaded, so their tensors do not count.
     numels = [(piece.tensor.numel(), on_cpu) for piece, on_cpu in pieces if piece.trained or on_cpu]
     found, trained = sum(numel for numel, on_cpu in numels if on_cpu), sum(numel for numel, _ in numels)
     enough = found >= fraction * trained - 1e-6
@@ -312,7 +312,7 @@ def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
     assert case.resumed is not None
     with registry_of(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
-        # Construct the optimizer as in the first run, or in the state of its last step: with the group that was added.
+        # Construct the optimizer either as in the first run, and add the group later, or with the group from the start.
         adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)
         made_in = 0 if adds_group else last
         report, rank = Report(), Rank(case, case.resumed, registry, step=made_in, moved=1.0, device=device)
@@ -442,7 +442,7 @@ def _another(what: str, value: Any) -> Any:
 def _other_weights(rank: Rank, other: bool) -> list[str]:
     """Change the initial values of one replica.
 
-    Return the problems, unless this rank raises an error and keeps its weights.
+    Return the problems of this rank: none if it raises an error and keeps its weights.
     """
     copies = rank.setting.at.topology.size(*rank.setting.at.spec("vector").replica_axes(rank.setting.at.topology))
     spec = rank.setting.at.spec("vector")

@@ -1,8 +1,8 @@
 """The dense reference of a drawn configuration: full parameters, in float64, computed element by element.
 
-It does not use groups, buckets, shards or accumulation windows, only the definitions: which ranks' losses an element's
-gradient is summed over and divided by, that a parameter without a gradient is left out of a step, and the optimizers'
-formulas.
+It does not use groups, buckets, shards or accumulation windows, only the definitions. These are: the losses over which an
+element's gradient is summed, the divisor of this sum, the rule that a step leaves out a parameter without a gradient, and
+the optimizers' formulas.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class Dense:
     second: Tensor
     steps: Tensor  # number of steps of each element
     largest: Tensor  # largest absolute value of any element so far (0-dim): it bounds the accumulated rounding error
-    remainders: (
-        Tensor  # bound of the remainders of master weights that a shard may have kept when the user wrote weights
-    )
+    remainders: Tensor  # bound of the remainders (low 16 bits of split masters) that written weights may keep
 
     @classmethod
     def of(cls, name: str) -> Dense:
@@ -170,8 +168,9 @@ class DenseRun:
             if self.case.has(name, number - 1):
                 value = written_to(self.case, name).flatten()
                 if is_moved:
-                    # A shard in new memory keeps the remainders of its master weights if all its weights are unchanged.
-                    # The shards are unknown here, so an unchanged weight may have kept or lost its remainder.
+                    # With split masters, the optimizer keeps the low 16 bits (remainders) of a shard in new memory only if
+                    # no weight of the shard changed. The shards are unknown here, so an unchanged weight may have kept its
+                    # remainder or lost it.
                     is_equal = param.value.bfloat16().double() == value
                     if is_equal.all():
                         continue

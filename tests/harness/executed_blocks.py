@@ -140,7 +140,7 @@ class Record:
                 self._tests.setdefault(number, []).append(name)
 
     def tests_of(self, file: str, line: int) -> list[str] | None:
-        """Return the tests that executed the innermost block with ``line``, those first that execute the fewest blocks.
+        """Return the tests that executed the innermost block with ``line``, sorted by the number of blocks they executed.
 
         None: no block has the line, because it is executed on import or is part of a Triton kernel.
         """

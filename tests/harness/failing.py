@@ -1,4 +1,4 @@
-"""A function whose backward raises, for tests of what follows a failed backward."""
+"""A function whose backward raises, for tests of the state after a failed backward."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class FixedRun:
-    """The settings of a run that all numbers of data ranks share.
+    """The settings of a run, which do not depend on the number of data ranks.
 
     Args:
         total: The number of micro-batches per accumulation window, over all data ranks.

@@ -171,8 +171,8 @@ class Run:
         return piece.detach() if what == "parameter" else self.optimizer.state[piece][what]
 
     def everything(self) -> list[Tensor]:
-        """Return copies of the updated tensors and of their states. (If these are not the model's tensors, each step
-        overwrites the model's.)"""
+        """Return copies of the updated tensors and of their states. The model's tensors are not needed: if they are not
+        the updated tensors, each step overwrites them."""
         pieces = [piece.tensor for piece in self.optimizer.stepped_tensors()]
         states = [value for piece in pieces for value in self.optimizer.state[piece].values()]
         return [tensor.detach().clone() for tensor in [*pieces, *states]]

@@ -234,7 +234,7 @@ def _prepare_server() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Become the server that the program asks for. Return if the program ends without it."""
+    """Become the server that the program requests. Return if the program ends without a request."""
     received, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
     if not received:
         return

@@ -242,7 +242,9 @@ class Transformers:
     def _loaded(self, path: str, config: Any) -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
         transformers.utils.logging.disable_progress_bar()
-        experts = {} if self.name == "Gemma3" else {"experts_implementation": "eager"}  # others lack float64
+        experts = (
+            {} if self.name == "Gemma3" else {"experts_implementation": "eager"}
+        )  # other implementations do not support float64
         with Float64():
             model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
                 path, distributed_config=config, dtype=torch.float64, **experts
@@ -316,7 +318,7 @@ class Torchtitan:
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo lacks the other reduction
+                module.set_force_sum_reduction_for_comms(True)  # gloo does not support the reduction op PREMUL_SUM
         return Sharded(model, slice(torch.distributed.get_rank() // tp, None, replicate * fsdp))
 
     def _built(self, titan: Any, config: Any) -> Any:

@@ -63,7 +63,7 @@ class CudaGraph:
 
 @contextmanager
 def warm_up(device: torch.device) -> Iterator[None]:
-    """Run the steps before a capture on a side stream, because the default stream cannot be captured."""
+    """Run the steps before a capture on a side stream, as torch requires for CUDA graphs."""
     if device.type != "cuda":
         yield
         return

@@ -86,7 +86,7 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
 
 
 def replicas_offloaded_on_some_ranks(setting: Setting, reports: Sequence[Report]) -> list[str]:
-    """Return the elements with a replica that is stepped on the CPU copy, and another one that is not.
+    """Return the elements of which one replica is stepped as an offloaded copy and another one is not.
 
     On a CPU both replicas are bitwise identical; on a GPU they may differ.
     """

@@ -7,8 +7,8 @@ Within `megatron`, this process replaces the device "cuda" of new tensors (norms
 calls, without which it has no layer norm for sequence parallelism. It also adds a name that Megatron's router imports from
 TransformerEngine. Flags, gradients, norms, optimizers and all other layers are not changed.
 
-Multi-latent attention of Megatron-core 0.16 runs with TransformerEngine only. Here it has two layers of TransformerEngine's
-kind instead: `_CoreAttention`, and `_DuplicatedLinear` with the flag `sequence_parallel`, as Megatron's `TELinear` sets it.
+Multi-latent attention of Megatron-core 0.16 needs two layers of TransformerEngine. Here two classes replace these layers:
+`_CoreAttention`, and `_DuplicatedLinear` with the flag `sequence_parallel`, as Megatron's `TELinear` sets it.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _differ(right: dict[str, Tensor], wrong: dict[str, Tensor], registry: Proces
 
 
 class _Calls:
-    """Replaces `collectives.apply`: counts calls over more than one rank, and changes one of them."""
+    """Replaces `collectives.apply`: counts the calls over more than one rank, and changes one call."""
 
     def __init__(self, which: int = -1, change: Callable[[Map, Map, Over], tuple[Map, Map]] | None = None) -> None:
         self.which, self.change, self.seen = which, change, list[tuple[Map, Map, Over]]()
@@ -195,8 +195,7 @@ def _name(function: Any) -> str:
 
 
 def _padded(tensor: Tensor, over: Over) -> Tensor:
-    """Pad this rank's slice with zeros to the full size, as in the backward of taking the slice without a sum over
-    ranks."""
+    """Pad this rank's slice with zeros to the full size. A correct backward would gather the slices of all ranks."""
     sizes = list(tensor.shape)
     sizes[over.dim] *= over.size
     whole = tensor.new_zeros(sizes)
@@ -315,8 +314,8 @@ def _spec_mistake(
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake
     if constant and ({was, kind} == {"piece", "term"} or axis in topology.data_axes):
-        # If all elements are equal, shards have the values of replicas with partial gradients, and along a data axis those
-        # of replicas. No check of values can find the changed spec.
+        # Shards of a parameter whose elements are all equal have the same values as replicas. So no check of values can
+        # distinguish sharded from partial, and along a data axis not even sharded from replicated.
         raise NoMistake
     entries = [tuple(a for a in spec.dim_axes(dim) if a != axis) for dim in range(max(1, len(spec.entries)))]
     partial = tuple(a for a in spec.partial if a != axis)
@@ -346,7 +345,7 @@ def _divisor(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
     topology = registry.topology
-    if drawn.family == "FSDP2":  # FSDP2 ignores hooks of a parameter
+    if drawn.family == "FSDP2":  # FSDP2 never runs a hook that `register_hook` adds to a parameter
         index, which = rng.randrange(drawn.depth), rng.choice(["ups", "downs"])
         layer: Any = built.model.get_submodule(f"{which}.{index}")
         layer.set_gradient_divide_factor(1.0)

@@ -155,7 +155,7 @@ def blocks_of(stage: int, stages: int) -> range:
 
 
 class Chunk(nn.Module):
-    """One stage of a part: its embedding, some blocks, and its classifier, where it has them."""
+    """One stage of a part: some blocks. The first stage also has the embedding, and the last one the classifier."""
 
     def __init__(self, part: Part, stage: int, stages: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
-    """Return copies of parameters, buffers, master weights, remainders and optimizer states."""
+    """Return copies of parameters, buffers, master weights (or their split-off low 16 bits) and optimizer states."""
     found = {f"model {name}": value for name, value in model.state_dict().items()}
     for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._states.states(), strict=True)):
         found[f"stepped {index}"] = param

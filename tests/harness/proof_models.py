@@ -78,7 +78,7 @@ _MESHES: dict[str, list[tuple[tuple[str, int], ...]]] = {
     "FSDP2": [(("data", 2),), (("data", 2), ("tensor", 2)), (("data", 3),)],
 }
 _OFTEN = ["1-D", "1-D", "sequence", "2-D", "experts", "pipe", "DTensor", "2-D", "sequence"]
-OF_TORCH = ("DTensor", "FSDP2")  # torch caches the meshes of these
+OF_TORCH = ("DTensor", "FSDP2")  # families of models whose meshes torch caches
 
 
 def drawn_model(number: int) -> Drawn:

@@ -106,7 +106,7 @@ def _pipeline(rng: random.Random, mesh: Mesh, dim: int) -> tuple[tuple[Mesh, ...
 
 
 def _mesh(rng: random.Random, factors: list[int]) -> Mesh:
-    """Draw a mesh whose dims are products of consecutive factors of the world size, so that all meshes nest."""
+    """Draw a mesh whose sizes are products of consecutive ``factors`` of the world size, sometimes with a dim of size 1."""
     cuts = sorted(rng.sample(range(1, len(factors)), rng.randint(0, len(factors) - 1)))
     sizes = [prod(factors[a:b]) for a, b in zip([0, *cuts], [*cuts, len(factors)], strict=True)]
     if rng.random() < 0.2:
@@ -126,9 +126,9 @@ def _param(rng: random.Random, meshes: tuple[Mesh, ...]) -> Param:
     on = (prod(sizes[dim] for dim in dims),) if flat else tuple(sizes[dim] for dim in dims)
     shards = tuple(rng.choice([None, *range(len(shape)), *range(len(shape))]) for _ in on)
     strided = len(set(shards) - {None}) < len([dim for dim in shards if dim is not None]) and rng.random() < 0.5
-    if strided:  # a multiple of the number of shards: every version of torch has `_StridedShard` for these lengths
+    if strided:  # a multiple of the number of shards: every version of torch supports `_StridedShard` for these lengths
         shape = tuple(size * prod(on) if dim in shards else size for dim, size in enumerate(shape))
-    # A name that is in two meshes would not say which dim is declared.
+    # A dim name that two meshes share would be ambiguous in a declaration.
     others = [name for index, (_, of) in enumerate(meshes) if index != number for name in of]
     free = [dim for dim in range(len(sizes)) if dim not in dims and names[dim] not in others]
     declared = rng.choice(free) if free and rng.random() < 0.3 and 0 not in shards else None

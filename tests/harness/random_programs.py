@@ -1,7 +1,7 @@
 """Randomly drawn models and steps on a random mesh, to check the order of collectives.
 
-The programs have 1-D and 2-D layers, gradients missing on some ranks, replicated and sharded states, reduction in the
-step and during backward, norms, checks and checkpoints.
+The programs have 1-D and 2-D tensor-parallel layers, gradients missing on some ranks, replicated and sharded states,
+reduction in the step and during backward, norms, checks and checkpoints.
 
 Each pipeline stage has its own layers and works independently; communication between stages is not the library's task.
 """
@@ -132,7 +132,7 @@ class Words1D(nn.Module):
 
 
 class Split2D(nn.Module):
-    """A norm, then two linear layers, all 2-D. Forward returns the sum of the output."""
+    """A norm, then two linear layers, all sharded over a 2-D grid. Forward returns the sum of the output."""
 
     def __init__(self, registry: ProcessGroupRegistry, biases: list[Any]) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Split2D(nn.Module):
 
 
 class Words2D(nn.Module):
-    """The sum of the first rows of a 2-D table, scaled."""
+    """The scaled sum of the first two rows of an embedding table that is sharded over a 2-D grid."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The simulation finds accesses that no event orders, and no others."""
+"""The simulation reports exactly the memory accesses that no event orders."""
 
 from __future__ import annotations
 

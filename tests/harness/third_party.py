@@ -1,4 +1,4 @@
-"""Small optimizers under the class names of other libraries, by which the library recognizes optimizers."""
+"""Small optimizers under the class names of third-party optimizers, because meshstep recognizes them by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published optimizers, and the difference between their results on sharded weights and in one process."""
+"""Third-party optimizers, and the difference between their results on sharded weights and in one process."""
 
 from __future__ import annotations
 

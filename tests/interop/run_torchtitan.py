@@ -95,8 +95,8 @@ class Numbers(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # the packag
 def on_cpus() -> None:
     """Replace the parts of torchtitan that need a GPU.
 
-    These are memory figures, attention without a backward on CPUs, a reduction and an exchange of unequal tensors that gloo
-    lacks, and a barrier with devices.
+    These are: memory statistics; an attention kernel without a backward on CPUs; two collectives that gloo does not
+    support, a reduction with PREMUL_SUM and an all-to-all of unequal sizes; and a barrier with device ids.
     """
 
     class NoMemory:

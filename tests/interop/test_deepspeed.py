@@ -1,4 +1,4 @@
-"""The norm of DeepSpeed's engine with flags of `mark_model_parallel`, and `ParallelOptimizer` without or in the engine."""
+"""The norm of DeepSpeed's engine with flags of `mark_model_parallel`, and `ParallelOptimizer` without and in the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`clip_grad_norm_` without a registry and `ParallelOptimizer.for_model`, on models that frameworks have sharded.
 
 Each case compares a sharded model with the same model in one process: gradients, norms, and parameters after five clipped
-steps. `torch.nn.utils.clip_grad_norm_` measures the same gradients beside it.
+steps. The result of `torch.nn.utils.clip_grad_norm_` for the same gradients is checked too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Reference(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Errors of the sharded model on one rank, relative to the dense model; and the result of torch's function.
+    """Errors of the sharded model on one rank, relative to the dense model, and the result of torch's clipping function.
 
     Attributes:
         wrong: Factor by which each wrong gradient differs from the dense gradient, before any call of the library.

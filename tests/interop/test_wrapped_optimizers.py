@@ -1,4 +1,4 @@
-"""Published optimizers on sharded weights: wrapped in `whole`, they equal one process; SOAP equals the published one."""
+"""Third-party optimizers match one process if `whole` wraps them; meshstep's SOAP matches pytorch_optimizer's SOAP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whole_runs import step_both
 from world import World
 
 
-def test_soap_equals_the_published_implementation() -> None:
+def test_soap_matches_pytorch_optimizer_implementation() -> None:
     theirs_of: Callable[..., Any] = __import__("pytorch_optimizer").SOAP
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (12, 4), (7,), (3, 4, 2, 2))]
@@ -32,7 +32,7 @@ def test_soap_equals_the_published_implementation() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_published_optimizer_wrapped_for_full_tensors_matches_single_process(world: World, kind: str) -> None:
+def test_third_party_optimizer_wrapped_in_whole_matches_single_process(world: World, kind: str) -> None:
     assert apart(world, kind, "wrapped") <= 1e-6
 
 

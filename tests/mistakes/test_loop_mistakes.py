@@ -508,7 +508,7 @@ def divided_by_eight(dense: Dense) -> None:
 
 @mistake("data=2", AsTorch(divided_by_eight), write="pass a sum with `weight=`, or a mean without")
 def weight_with_a_mean(run: Run) -> None:
-    """`weight=` with a loss that is already a mean: it is divided by the number of samples twice."""
+    """`weight=` with a loss that is already a mean: the loss is divided by the number of samples twice."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()

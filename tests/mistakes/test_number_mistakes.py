@@ -97,7 +97,7 @@ def explicit_clipping_on_one_rank(run: Run) -> None:
 
 @mistake("data=2,tensor=2", Right(), write="the explicit threshold replaces `max_norm=` in that step")
 def explicit_clipping_beside_max_norm(run: Run) -> None:
-    """`clip_grad_by_norm()` with a constructor that has `max_norm=`."""
+    """`clip_grad_by_norm()` of an optimizer that was created with `max_norm=`."""
     optimizer = run.optimizer(max_norm=0.5)
     for step in range(3):
         optimizer.zero_grad()

@@ -114,7 +114,7 @@ def closed_registry(run: Run) -> None:
     write="list the axes in the order of your groups; the last axis varies fastest",
 )
 def axes_in_another_order(run: Run) -> None:
-    """Axes in another order than the model's own groups: tensor ranks are adjacent there, data ranks here."""
+    """Axes in the wrong order: the model is sharded over adjacent ranks, but in the topology data ranks are adjacent."""
     registry = run.close_later(ProcessGroupRegistry(Topology(tensor=2, data=2)))
     optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
     run.train(optimizer)

@@ -174,7 +174,7 @@ def frozen_later_on_one_rank(run: Run) -> None:
     write="call `optimizer.refresh()`",
 )
 def unfrozen_later(run: Run) -> None:
-    """A parameter unfrozen that was frozen when the optimizer was created."""
+    """A parameter that was frozen when the optimizer was created, and is unfrozen later."""
     run.model.up.bias.requires_grad_(False)
     optimizer = run.optimizer()
     run.model.up.bias.requires_grad_(True)
@@ -623,7 +623,7 @@ def telemetry_on_one_rank(run: Run) -> None:
 
 @mistake("data=2,tensor=2", Right(), write="reading them needs no other rank")
 def reports_on_one_rank(run: Run) -> None:
-    """Norms, skip counts, the plan and its state read on rank 0 only."""
+    """Norms, skip counts, the plan and the optimizer state read on rank 0 only."""
     optimizer = run.optimizer()
     for step in range(3):
         run.train(optimizer, [step])

@@ -1,4 +1,4 @@
-"""Published optimizers: meshstep's versions equal them, and the published elementwise ones step shards exactly."""
+"""Third-party optimizers: meshstep's versions equal them, and third-party elementwise optimizers step shards exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def published(package: str, name: str) -> Any:
     return getattr(import_module(package), name)
 
 
-# Equal to the published implementation ----------------------------------------------------------------------------------
+# Equal to the third-party implementation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def published(package: str, name: str) -> Any:
         (CAME, "came_pytorch", "CAME", {"lr": 0.003, "clip_threshold": 0.5, "eps": (1e-3, 1e-2)}, {}),
     ],
 )
-def test_lamb_lars_stableadamw_and_came_equal_published_implementation(
+def test_lamb_lars_stableadamw_and_came_equal_third_party_implementation(
     ours: Kind, package: str, name: str, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ every_one = pytest.mark.parametrize(("package", "name", "options"), ELEMENTWISE,
 
 
 def training(kind: Kind, options: dict[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Make an optimizer from unnamed parameters, which all of these optimizers accept, and switch schedule-free ones to
+    """Make an optimizer from unnamed parameters, because some optimizers reject names. Switch schedule-free optimizers to
     training."""
     optimizer: Any = kind([item[1] if isinstance(item, tuple) else item for item in params], **options)
     if hasattr(optimizer, "train"):
@@ -101,7 +101,7 @@ CASES = [
 
 
 @every_one
-def test_published_elementwise_optimizers_on_shards_equal_dense_update(
+def test_third_party_elementwise_optimizers_on_shards_match_dense_update(
     world: World, package: str, name: str, options: dict[str, Any]
 ) -> None:
     make: Make = partial(training, published(package, name), options)
@@ -115,7 +115,7 @@ def test_published_elementwise_optimizers_on_shards_equal_dense_update(
 
 
 @every_one
-def test_published_elementwise_optimizers_add_no_collectives_and_skip_overflow(
+def test_third_party_elementwise_optimizers_add_no_collectives_and_skip_overflow(
     world: World, package: str, name: str, options: dict[str, Any]
 ) -> None:
     make: Make = partial(training, published(package, name), options)
@@ -180,7 +180,7 @@ def refusal(layout: Layout, make: Make) -> str:
 @pytest.mark.parametrize(
     ("package", "name"), [("pytorch_optimizer", "Lamb"), ("pytorch_optimizer", "CAME"), ("timm.optim", "Adafactor")]
 )
-def test_published_optimizers_that_need_full_tensors_are_rejected_on_shards(
+def test_third_party_optimizers_that_need_full_tensors_are_rejected_on_shards(
     world: World, package: str, name: str
 ) -> None:
     make: Make = partial(training, published(package, name), {"lr": 0.01})

@@ -35,7 +35,7 @@ def test_copy_each_and_float32_of_keep_values_for_any_strides(to: torch.dtype, l
 
 
 needs_cuda_build = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
+    not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"
 )
 
 

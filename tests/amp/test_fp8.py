@@ -35,7 +35,7 @@ FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}  # bits of exponent and m
 
 
 def magnitudes(format: torch.dtype) -> Tensor:
-    """Return all finite values >= 0 of the format by code, in float64, from its definition."""
+    """Return all finite values >= 0 of the format in float64, in the order of their codes."""
     exponent_bits, mantissa_bits, largest = FORMATS[format]
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     values = []
@@ -68,7 +68,7 @@ def straight_through(x: Tensor) -> Tensor:
 
 
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Linear layer in float64 with straight-through gradients: rounds operands in forward and the gradient in backward."""
+    """Apply a linear layer in float64. Round operands in forward (straight-through) and the output gradient in backward."""
     y = F.linear(straight_through(x), straight_through(weight))
     y.register_hook(lambda grad: reference(grad, E5M2))
     return y if bias is None else y + bias
@@ -112,7 +112,7 @@ def test_fp8_quantize_scales_to_the_full_range_of_the_format(format: torch.dtype
 def test_fp8_linear_matches_float64_reference(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(3)
     layer = Fp8Linear(48, 32, bias=bias, dtype=dtype)
-    # The input has 21 rows: the number of rows need not be a multiple of 16.
+    # The input has 21 rows, because the number of rows need not be a multiple of 16.
     x = torch.randn(3, 7, 48, dtype=dtype, requires_grad=True)
     grad = torch.randn(3, 7, 32, dtype=dtype)
     double = [tensor.detach().double().requires_grad_() for tensor in (x, *layer.parameters())]
@@ -304,7 +304,7 @@ def test_layers_in_exclude_of_fp8_equal_plain_linear_layers() -> None:
     assert torch.equal(model[1](plain[0](x)), plain(x))
 
 
-def test_exclude_accepts_a_generator_of_names() -> None:
+def test_fp8_exclude_accepts_a_generator_of_names() -> None:
     assert Fp8(exclude=(name for name in ("head", "*.out"))).exclude == ("head", "*.out")  # type: ignore[arg-type]
 
 

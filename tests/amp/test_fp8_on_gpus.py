@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
-    ),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 
 

@@ -190,7 +190,7 @@ def test_fp8_forward_under_no_grad_rounds_the_current_weight(scales: Scales) -> 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_fp8_weight_used_in_graph_capture_is_rounded_in_every_later_forward(scales: Scales) -> None:
-    """Even outside of the graph: a replay changes weights without changing the version counter, so no cache is valid."""
+    """A replay of the graph changes weights but not their version counter, so no cached weight is known to be current."""
     model = prepared(scales)
     loss_of(model, 0).backward()
     with mock.patch.object(linear, "is_captured", return_value=True):

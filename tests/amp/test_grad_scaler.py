@@ -148,7 +148,7 @@ def test_overflow_of_one_optimizer_skips_only_its_step_on_all_ranks(world: World
 def dtensor_steps(bad_rank: int) -> list[bool]:
     """Step a DTensor over `tensor`: the scaler of torch shares overflows over the mesh of the gradient, not over `data`.
 
-    Return which steps were made.
+    Return whether our scaler stepped, and whether torch's scaler stepped.
     """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         full, mesh = torch.ones(4, 2), registry.device_mesh("tensor")
@@ -162,7 +162,7 @@ def dtensor_steps(bad_rank: int) -> list[bool]:
                 local[1, 1] = float("inf")
             param.grad = DTensor.from_local(local, mesh, [Shard(0)])
             scaler.step(SGD([param], lr=0.1))
-            stepped.append(not torch.equal(held, full))  # the memory of the parameter
+            stepped.append(not torch.equal(held, full))  # `held` is the memory of the parameter
         return stepped
 
 

@@ -1,4 +1,4 @@
-"""Float32 split into bfloat16 and a 16-bit remainder: exact, rounded to nearest, and NaN stays visible."""
+"""Float32 masters split into a bfloat16 weight and a 16-bit remainder: exact, rounded to nearest, NaN stays NaN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def has_room(bits: Tensor) -> Tensor:
 
 
 def test_split_and_join_master_restore_masters_bitwise() -> None:
-    everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(torch.int32)  # -NaN, 0
+    everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(
+        torch.int32
+    )  # negative NaNs, 0, subnormals
     for bits in (hard(), everything):
         weight, remainder = split_master(of(bits))
         assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)

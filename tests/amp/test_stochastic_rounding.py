@@ -364,7 +364,7 @@ def test_stochastic_rounding_peak_memory_of_a_step_is_bounded_by_bucket_size() -
     rounding.step(optimizer.step)
     with LiveBytes() as memory:
         rounding.step(optimizer.step)
-    # The float32 copies of the bucket, and the temporary tensors to round one parameter (half a bucket).
+    # The peak is the float32 copies of a bucket and the temporary tensors to round one parameter (half a bucket).
     assert 16 * bucket <= memory.peak <= 24 * bucket, f"{memory.peak / bucket} bytes per element of a bucket"
     assert memory.live <= 16 * 64, "tensors of the step are still alive"
 
@@ -399,9 +399,9 @@ def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
 
 
 def test_stochastic_rounding_noise_is_equal_on_replicas_and_differs_between_shards(world: World) -> None:
-    ranks = world.run(4, rounded_on_a_mesh, True)  # rank = 2 pipe + tensor
+    ranks = world.run(4, rounded_on_a_mesh, True)  # rank = 2 * pipe + tensor
     assert "owned" not in ranks[1]
-    assert ranks[0]["whole"] == ranks[1]["whole"], "only rank 0 has a parameter before it, which must not matter"
+    assert ranks[0]["whole"] == ranks[1]["whole"], "only rank 0 has `owned` before `whole`, which must not matter"
     assert ranks[0]["whole"] != ranks[2]["whole"], "parameters of the same name on two stages are different parameters"
     assert ranks[0]["sharded"] != ranks[1]["sharded"]
     assert ranks[0]["tied"] == ranks[1]["tied"] == ranks[2]["tied"] == ranks[3]["tied"], (

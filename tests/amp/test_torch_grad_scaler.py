@@ -175,7 +175,7 @@ def test_loaded_grad_scaler_and_optimizer_continue_bitwise_identically(
     for step in range(SKIPPED + 1):
         one_backward(one, step)
     other.layers.load_state_dict(one.layers.state_dict())
-    # A copy, because load_state_dict keeps the tensors, as in torch.
+    # A copy, because `load_state_dict` keeps references to the given tensors, as in torch.
     other.optimizers[0].load_state_dict(copy.deepcopy(one.optimizers[0].state_dict()))
     other.scaler.load_state_dict(one.scaler.state_dict())
     one.seen.clear()

@@ -1,4 +1,4 @@
-"""Threads that wait for the interpreter lock at process exit get it, for example gloo threads that release tensors."""
+"""`let_threads_finish` gives threads the interpreter lock at process exit, for example gloo threads that free tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshstep.parallel.mesh import registry as at_exit
 from meshstep.parallel.mesh.registry import let_threads_finish
 from world import World
 
-# The thread has work left at the last line, and the main thread does not release the interpreter lock before exit.
+# After the script's last line the thread still has work, and the main thread keeps the interpreter lock until exit.
 SCRIPT = """
 import ast, atexit, sys, threading, time
 from functools import cache

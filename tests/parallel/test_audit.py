@@ -1,4 +1,4 @@
-"""The audit of declared layouts, on parameters whose true layout is known."""
+"""`audit` compares declared layouts with parameters whose true layout is known."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_audit_compares_tied_parameters_with_different_names_per_stage(
     ],
     ids=["other names", "one name", "unequal", "constant", "copies on one stage"],
 )
-def test_audit_hints_at_undeclared_tie_if_two_stages_have_equal_values(
+def test_audit_hints_at_possible_tie_only_if_two_stages_have_equal_values(
     world: World, values: Stages, also: list[float] | None, named: str | None
 ) -> None:
     first, *others = world.run(6, audited_stages, values, P(), False, also)

@@ -55,7 +55,7 @@ def error_of(call: Call) -> tuple[str, str, float]:
 
 
 def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
-    """Run functions, given with their arguments, at the same time: they mostly wait for a timeout.
+    """Run functions with their arguments in parallel, because most of them wait for a timeout.
 
     Return the results by name.
     """
@@ -67,7 +67,7 @@ def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
 
 @pytest.fixture(scope="module")
 def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Results, by name, of calls that run into the timeout. Each call runs on its own ranks, so that all wait at once."""
+    """Results by name of calls that time out. Each call has its own rank processes, so that all calls wait in parallel."""
     folder = tmp_path_factory.mktemp
     calls: dict[str, tuple[Any, ...]] = {
         **{name: (2, alone, name, folder("alone")) for name in ("step", "save_checkpoint", "clip_grad_by_norm")},
@@ -81,7 +81,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     worlds = {name: World() for name in calls}
     try:
         for name, (size, *_) in calls.items():
-            worlds[name].run(size, os.getpid)  # the processes are started one after another
+            worlds[name].run(size, os.getpid)  # start the processes of one world after the other
         return at_once({name: (worlds[name].run, *call) for name, call in calls.items()})
     finally:
         for own in worlds.values():
@@ -89,7 +89,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
-    """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code.
+    """Call a collective of a model on rank 0, in forward or backward, while rank 1 runs other code.
 
     Return the result of `error_of`.
     """
@@ -201,7 +201,7 @@ def late(path: Path) -> tuple[str, str, float]:
         found = error_of(run.optimizer.step)
         mark.touch()
         if run.rank == 0:
-            in_code_of_its_own(path / "end")  # a rank without a group does not reply
+            in_code_of_its_own(path / "end")  # a rank replies only while it has its process groups
         (path / "end").touch()
         return found
 
@@ -384,7 +384,7 @@ def test_activity_report_ignores_finished_calls_of_other_threads(calling: Callin
 
 
 def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
-    """Optimizers that step in several threads are an example."""
+    """For example, several optimizers may step in several threads."""
     calling.step(said)
     for before in (3, 0):
 
@@ -480,7 +480,7 @@ def test_activity_report_keeps_no_reference_to_inspected_frames(calling: Calling
 
 
 class Own(ParallelOptimizer[Any]):
-    """A user's optimizer, whose step fails in a collective before the update."""
+    """A user's optimizer, whose step raises the error of a failed gloo collective."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Application timeout caused pair closure")

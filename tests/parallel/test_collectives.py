@@ -169,22 +169,22 @@ def test_collective_backward_is_adjoint_of_forward(world: World) -> None:
 
 
 def test_collective_backward_can_be_differentiated(world: World) -> None:
-    # Two ranks only: torch imports sympy for second derivatives, which takes a second per rank.
+    # Only two ranks, because torch imports sympy for second derivatives, which takes one second per rank.
     world.run(2, adjoints, True)
 
 
 def replicated_gradients() -> None:
     with ProcessGroupRegistry(Topology(tensor=4)) as registry:
         rank = registry.rank("tensor")
-        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)  # replicated: same seed
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)  # replicated, because ranks have equal seeds
         weight = torch.randn(4, 8, dtype=torch.float64)
         (expected,) = torch.autograd.grad((x * weight).tanh().sum(), x)
-        # Split work between copy_to and reduce_from.
+        # Ranks share the work between `copy_to` and `reduce_from`.
         part = scatter_to(weight, registry, "tensor", dim=1)
         shares = copy_to(x, registry, "tensor")[:, 2 * rank : 2 * rank + 2] * part
         (grad,) = torch.autograd.grad(reduce_from(shares.tanh().sum(), registry, "tensor"), x)
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-        # Split work between scatter_to and gather_from.
+        # Ranks share the work between `scatter_to` and `gather_from`.
         pieces = (scatter_to(x, registry, "tensor", dim=-1) * part).tanh()
         (grad,) = torch.autograd.grad(gather_from(pieces, registry, "tensor", dim=1).sum(), x)
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
@@ -344,7 +344,7 @@ def test_collectives_issue_at_most_one_operation_per_forward_and_backward(world:
 
 
 def test_uneven_chunks_match_torch_chunk_and_are_empty_on_remaining_ranks() -> None:
-    """A dim of 5 over 4 ranks has chunks of 2, 2, 1 and 0 elements, as in `torch.chunk`."""
+    """A dim of 5 over 4 ranks has chunks of 2, 2, 1 and 0 elements; `torch.chunk` returns only the first three."""
     for length in range(12):
         chunks = [_chunk(length, mock.Mock(axes=("tensor",), size=4, rank=rank)) for rank in range(4)]
         wanted = [len(chunk) for chunk in torch.arange(length).chunk(4)] if length else [0]

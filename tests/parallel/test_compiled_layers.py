@@ -48,9 +48,9 @@ IN_ONE_GRAPH = ("column and row", "sequence parallel", "vocabulary", "Embedding2
 
 
 def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
-    """Compare output and gradients of a compiled and an ordinary layer, with process groups that were not used before.
+    """Compare outputs and gradients of a compiled and an uncompiled layer. The compiled layer uses new process groups.
 
-    Return the largest difference of each.
+    Return the largest difference per tensor.
     """
     import torch._dynamo
 

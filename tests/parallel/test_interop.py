@@ -33,7 +33,7 @@ def answers(axes: tuple[tuple[str, int], ...]) -> dict[str, Any]:
 def test_model_parallel_unit_returns_groups_of_the_topology(world: World) -> None:
     found = world.run(4, answers, (("pipe", 2), ("tensor", 2)))[3]
     assert found == {
-        "ranks": [3],  # no data axis: this rank alone, not the world
+        "ranks": [3],  # without a data axis, the group is this rank alone
         "model": (3, [0, 1, 2, 3]),
         "tensor_model": (1, [2, 3]),
         "pipeline_model": (1, [1, 3]),

@@ -31,7 +31,7 @@ PREFIXES = (
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """An environment without launcher, to which a test adds its own; the default group is destroyed afterwards."""
+    """Remove launcher variables. Return a function that adds variables. Afterwards, destroy the default group."""
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
 
@@ -114,7 +114,7 @@ with ProcessGroupRegistry(Topology(data=1, tensor=2)) as registry:
 get_dist_logger(ranks=[1]).info("spoken")
 dist.destroy_process_group()
 words = launch.launcher, launch.rank, launch.local_rank, launch.device, total.item(), alone.item()
-sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one call: both ranks may write to the same unbuffered pipe
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one call, because ranks may share an unbuffered pipe
 """
 
 
@@ -323,7 +323,7 @@ def test_init_distributed_times_out_if_other_ranks_never_start(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int], list[dict[str, Any]]]:
-    """A function that sets the number of GPUs, and returns the list of arguments of all calls of `init_process_group`."""
+    """Return a function that fakes a number of GPUs and returns the list of recorded `init_process_group` arguments."""
     joined: list[dict[str, Any]] = []
     current: list[torch.device] = []
 
@@ -364,7 +364,7 @@ def test_init_distributed_chooses_device_by_local_rank(
 def test_default_group_is_bound_to_the_chosen_device(
     gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
 ) -> None:
-    """Rank 5 of 8 ranks that Slurm placed alternately on two nodes is third on its node; torch would use 5 modulo 4."""
+    """Rank 5 of 8 ranks that alternate between two nodes is the third on its node (GPU 2); torch would use 5 modulo 4."""
     rank, local = (5, 2) if ranks == 8 else (0, 0)
     environment({**slurm(rank, ranks), "SLURM_LOCALID": str(local), "MASTER_PORT": "77"})
     joined = gpus(4)

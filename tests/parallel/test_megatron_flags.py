@@ -134,7 +134,7 @@ def by_flags(config: dict[str, bool]) -> dict[str, P]:
         groups = collection(registry, tp=("tensor",), pp=("pipe",), dp=(), embd=("pipe",))
         model = Model({name: flagged(shape, **flags) for name, (shape, flags, _) in BY_FLAGS.items()}, **config)
         declare_by_flags(model, registry, groups)
-        declare_by_flags(model, registry, groups)  # again: the division for a mean must not be applied twice
+        declare_by_flags(model, registry, groups)  # a second call must not halve the gradient of `mean` again
         sum((2 * param).sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
         for name, param in model.named_parameters():
             assert param.grad is not None
@@ -188,7 +188,7 @@ def experts(fields: dict[str, tuple[str, ...]], reduces: bool, wrapped: bool = F
 
 
 @pytest.mark.parametrize(("fields", "specs"), EXPERT_MESHES.values(), ids=EXPERT_MESHES)
-def test_megatron_expert_specs_are_sharded_and_partial_unless_gradients_are_reduced(
+def test_megatron_expert_specs_are_partial_unless_megatron_reduces_gradients(
     world: World, fields: dict[str, tuple[str, ...]], specs: tuple[P, ...]
 ) -> None:
     assert world.run(4, experts, fields, False) == [[*specs]] * 4

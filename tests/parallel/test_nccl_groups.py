@@ -19,7 +19,7 @@ from world import World
 
 
 class Options:
-    """The NCCL options of torch 2.15."""
+    """Stands in for the NCCL options of torch 2.15."""
 
     lazy_init = False
     _timeout = timedelta(minutes=10)
@@ -87,7 +87,7 @@ def test_new_group_is_bound_to_the_chosen_device(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv("LOCAL_RANK")
     assert torch_binds(monkeypatch, 6, torch.device("cuda", 3)) == torch.device("cuda", 3)
     assert os.environ.get("LOCAL_RANK") == local_rank
-    assert torch_binds(monkeypatch, 6, None) == torch.device("cuda", 2)  # the choice of torch
+    assert torch_binds(monkeypatch, 6, None) == torch.device("cuda", 2)  # torch's own choice
 
 
 def devices_of_groups() -> tuple[torch.device | None, torch.device, torch.device]:
@@ -178,7 +178,9 @@ def test_groups_are_destroyed_in_the_same_order_on_all_ranks(world: World) -> No
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("cuda:nccl", "abort"), ("gloo", "destroy")])
-def test_registry_aborts_nccl_groups_after_an_error(world: World, backend: str, expected: str) -> None:
+def test_registry_aborts_nccl_groups_and_destroys_gloo_groups_after_an_error(
+    world: World, backend: str, expected: str
+) -> None:
     for found in world.run(8, ended, "an error", backend):
         assert [how for how, _ in found] == [expected] * 3
         assert found == sorted(found)
@@ -207,7 +209,7 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def after(collectives: int) -> Any:
-    """Return a default group that has run this many collectives."""
+    """Return a fake default group that has run ``collectives`` collectives."""
     return SimpleNamespace(_get_sequence_number_for_group=lambda: collectives)
 
 
@@ -232,7 +234,7 @@ def test_nccl_launch_order_set_by_user_is_kept(unordered: pytest.MonkeyPatch) ->
 
 
 def launch_orders() -> tuple[list[int], list[str | None]]:
-    """Return the default group's number of collectives before each of three, and the launch order over gloo and NCCL."""
+    """Return the default group's sequence numbers before three all-reduces, and the launch order over gloo and over NCCL."""
     group: Any = dist.group.WORLD
     counts = list[int]()
     for _ in range(3):

@@ -68,7 +68,7 @@ def test_gather_followed_by_broadcast_equals_all_gather(world: World) -> None:
 
 
 def of_a_large_world(size: int) -> int:
-    """Return the size in bytes of the first message."""
+    """Return the size in bytes of the first message in a world of ``size`` ranks."""
     sent: list[int] = []
 
     def note(own: torch.Tensor, of_each: list[torch.Tensor], **_: object) -> None:

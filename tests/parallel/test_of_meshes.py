@@ -79,7 +79,7 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
             {("a",): [1, 2]},
             r"ranks \(1, 2\) along 'a' can't be .*: no group of size 2 and stride 1 begins at rank 1",
         ),
-        # The first group is valid.
+        # Of the groups along 'b', (0, 1) is valid and (3, 4) is not.
         (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' can't be .* and stride 1 begins at rank 3"),
         (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
         (

@@ -277,7 +277,7 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def files() -> Iterator[Path]:
-    """A folder with a short path: the path of a socket in it is limited to 107 bytes."""
+    """A folder with a short path, because the path of a socket in it is limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         (Path(folder) / "t").mkdir()
         yield Path(folder)

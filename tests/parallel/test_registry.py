@@ -1,4 +1,4 @@
-"""Process groups: made by each rank alone, in any order, and shared by equal sets of ranks; meshes; errors."""
+"""A registry's process groups: ranks make them alone, in any order, once per set of ranks. Also meshes and errors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_rank_makes_groups_without_waiting_for_other_ranks(world: World) -> None
 
 
 def test_registry_makes_one_group_per_set_of_ranks(world: World) -> None:
-    # (data), (tensor), (row): (row, data) equals (data); (row) is this rank alone; all axes are the default group.
+    # Three groups: (data), which is also (row, data), (tensor), and (row) of one rank. All axes are the default group.
     assert world.run(4, ask_alone, Topology(data=2, row=1, tensor=2)) == [3, 0, 0, 0]
     assert world.run(4, ask_alone, Topology(row=1, tensor=4)) == [1, 0, 0, 0]
 
@@ -277,7 +277,7 @@ def test_registry_connect_connects_groups_in_the_same_order_on_all_ranks(world: 
         others = {ranks for ranks in asked if ranks not in complete and all(ranks in {*by_rank[o][0]} for o in ranks)}
         assert met == sorted(named | complete | others)
         assert again == 0
-    # At least one requested group must not have met, or the test proves nothing.
+    # The test proves nothing unless `connect` has left out at least one requested group.
     assert any({*asked} - {*met} for met, asked, _ in by_rank)
 
 
@@ -433,7 +433,7 @@ def test_from_device_mesh_reuses_groups_of_the_mesh(world: World) -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Rank 77 of 4096 without the other ranks."""
+    """Make this process rank 77 of a fake world of 4096 ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=77, world_size=4096)

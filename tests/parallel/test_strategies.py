@@ -24,7 +24,7 @@ def test_drawn_layouts_are_valid_on_their_topology(layout: Layout) -> None:
     topology, shape, spec = layout
     assert topology.world_size <= 8
     spec.validate(len(shape), topology)
-    local_shape(shape, spec, topology)  # raises unless every dim divides
+    local_shape(shape, spec, topology)  # raises unless every sharded dim is divisible
     assert sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size)) > 0
 
 
@@ -103,7 +103,7 @@ def full_gradient(layout: Layout, scale: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def ranks(world: World) -> Ranks:
-    """The ranks of this test suite, instead of those of the plugin."""
+    """Replace the plugin's fixture by the ranks of this test suite."""
     return world.ranks
 
 

@@ -232,7 +232,7 @@ def cross_entropy_equals_torch(size: int, dtype: torch.dtype, reduction: Reducti
             target[1, :3] = ignored
             check_loss(logits, target, registry, ignore_index, reduction)
         target[1, :3] = 4
-        # A smoothed target uses every class. The sine of a loss of 3e4 has an error of 1e-11 for any order of summation.
+        # Smoothing uses the logits of all classes: -inf would make the loss infinite, and 3e4 its sine inexact.
         finite = logits.clamp(-5.0, 5.0)
         for smoothing in (0.1, 1.0):
             check_loss(finite, target, registry, 4, reduction, smoothing)
@@ -275,7 +275,7 @@ def unusual_losses() -> None:
         none = vocab_parallel_cross_entropy(logits, torch.full((4,), -100), registry)
         torch.autograd.backward(none)
         assert none.isnan()
-        assert torch.equal(_grad(logits), torch.zeros(4, 3))  # as torch
+        assert torch.equal(_grad(logits), torch.zeros(4, 3))  # as in torch
         poisoned = torch.randn(4, 3)
         if registry.rank("tensor") == 1:
             poisoned[2, 1] = torch.nan

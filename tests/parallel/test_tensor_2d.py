@@ -398,7 +398,7 @@ def test_summa_panels_end_at_shard_boundaries_of_either_axis(world: World) -> No
 
 
 class Block(nn.Module):
-    """The MLP of a transformer with a residual, in 2-D, on axes with other names."""
+    """A 2-D residual MLP block on axes named ``y`` and ``x`` instead of ``row`` and ``col``."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
         super().__init__()

@@ -30,12 +30,12 @@ class Lion(torch.optim.Optimizer):
     clipping does not reduce the size of an update, which is a sign times ``lr``. It only reduces the share of a large
     gradient in the weighted average and in the momentum.
 
-    Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
-    param group, device and dtypes of parameter and gradient, with ``found_inf`` one more call per parameter, and up to
-    three casts per half-precision parameter. Its temporary memory is three float32 tensors per parameter of a param
-    group (float64 for float64 parameters), or five for half-precision parameters. Weights and momenta in bfloat16 and
-    float16 are computed in float32 and rounded to nearest, so small updates are lost; use float32 master weights.
-    meshstep has no compiled loops and no Triton kernels for Lion.
+    Sparse gradients, complex gradients and ``maximize`` are not supported. A step updates together the parameters of a
+    param group that have the same device, dtype and gradient dtype, in about ten foreach calls. With ``found_inf`` it
+    makes one more call per parameter, and for half-precision parameters up to three casts each. Its temporary memory is
+    three float32 tensors per parameter of a param group (float64 for float64 parameters), or five for half-precision
+    parameters. Weights and momenta in bfloat16 and float16 are computed in float32 and rounded to nearest, so small
+    updates are lost; use float32 master weights. meshstep has no compiled loops and no Triton kernels for Lion.
 
     Args:
         params: Parameters or param groups, as for torch's optimizers.

@@ -79,8 +79,8 @@ class TakenSteps:
         called: True if the optimizer's `step` was called in this period.
         in_window: True if the optimizer's `step` was called in this period, and no call ended a window.
         all_skipped: 0-dim float32 on the device: 1 if all steps of this period that ended a window were skipped, else
-            0. If no window ended in this period, the value of the last period in which one ended. None until the first
-            window ends.
+            0. If no window ended in this period, the attribute keeps its value from the last period in which a window
+            ended. None until the first window ends.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
@@ -369,7 +369,7 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the schedule by one step, except in an accumulation window or after a skipped step (`WarmupLR`).
+        """Advance the schedule by one step, except in an accumulation window or after a skipped step; see `WarmupLR`.
 
         With ``hold_on_skip=False`` it also advances after a skipped step.
 
@@ -486,8 +486,9 @@ class WarmupLR(LRScheduler):
         bases = state_dict["base_lrs"]
         if len(bases) != len(self.optimizer.param_groups):
             raise ValueError(
-                f"the saved schedule has {len(bases)} param groups, the optimizer {len(self.optimizer.param_groups)}; "
-                "create the optimizer with the param groups that it had when the schedule was saved"
+                f"the saved schedule has {len(bases)} param groups, and the optimizer has "
+                f"{len(self.optimizer.param_groups)}; create the optimizer with the param groups that it had when the "
+                "schedule was saved"
             )
         if self._hold is not None:
             self._hold.forget()
@@ -521,19 +522,19 @@ def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) 
     # has no reference to the ChainedScheduler that contains it.
     if chained is not None and len(chained._schedulers) > 1:
         raise TypeError(
-            f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} overwrites the rates "
-            "of the others; use SequentialLR to run schedules one after another, or write the product as the decay of a "
-            "single WarmupLR subclass"
+            f"ChainedScheduler multiplies the rates by the factors of its schedules, but {type(schedule).__name__} "
+            "overwrites the rates; use SequentialLR to run schedules one after another, or write the product of the "
+            "factors as the decay of a single WarmupLR subclass"
         )
 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:
     if not 0 <= floor < math.inf:
-        raise ValueError(f"eta_min={floor}: give a finite rate >= 0 (WarmupLR has it as floor=)")
+        raise ValueError(f"eta_min={floor}: give a finite rate >= 0 (in your own WarmupLR subclass: floor=)")
     for index, group in enumerate(optimizer.param_groups):
         base = float(group.get("initial_lr", group["lr"]))
         if floor > base:
-            raise ValueError(f"eta_min={floor} is above the base rate {base} of param group {index}; give a lower one")
+            raise ValueError(f"eta_min={floor} is above the base rate {base} of param group {index}; give a lower rate")
     return float(floor)
 
 
@@ -603,7 +604,7 @@ class MultiStepLR(WarmupLR):
         hold_on_skip: bool = True,
         last_epoch: int = -1,
     ) -> None:
-        self.milestones = sorted(whole_steps(milestone, "a milestone", 0) for milestone in milestones)
+        self.milestones = sorted(whole_steps(step, f"milestones[{i}]", 0) for i, step in enumerate(milestones))
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma={gamma}: give a number in (0, 1]")
         self.gamma = gamma
@@ -704,7 +705,7 @@ class CosineAnnealingLR(WarmupLR):
     ```
 
     Without warm-up, the rates up to t = total_steps equal those of torch's CosineAnnealingLR with
-    ``T_max=total_steps``, except for rounding. After that, torch's rate rises again, and this rate remains constant.
+    ``T_max=total_steps``, except for rounding. After that, torch's rate rises again; the rate of this class does not.
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.

@@ -198,7 +198,7 @@ def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
 
 
 def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
-    """Return ``threshold(steps)`` if the threshold is callable and ``steps`` is given, else ``threshold`` unchanged."""
+    """Return ``threshold(steps)`` if the threshold is callable and ``steps`` is not None, else ``threshold`` unchanged."""
     return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
 
 
@@ -348,7 +348,7 @@ class ClipState:
             if name not in self.tensors:
                 raise TypeError(
                     f"{type(self.rule).__name__} returns a state {name!r}, but its initial() has only "
-                    f"{sorted(self.tensors)}: add the initial value of {name!r} there"
+                    f"{sorted(self.tensors)}: add the initial value of {name!r} to initial()"
                 )
             kept = self.tensors[name]
             kept.copy_(torch.where(taken, value, kept))
@@ -419,7 +419,7 @@ class ClipState:
         if saved.get("rule") != kind or not _fits(initial, state):
             found = f"is for {saved['rule']} and does not fit" if "rule" in saved else "has no state of a rule"
             warnings.warn(
-                f"{kind} keeps {', '.join(sorted(initial))} from step to step, but the loaded state {found}: its state "
+                f"{kind} keeps {', '.join(sorted(initial))} from step to step, but the loaded state {found}: the rule "
                 "starts from the initial values, with its warm-up if it has one",
                 stacklevel=2,
             )

@@ -392,7 +392,7 @@ class GradientClipper:
         self._shards = shards if self.checks else None
         self._is_repeated = False  # True after the first comparison of replicas
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
-        self._last_needs: MeasurementSpec | None = None  # of the last measurement, whose collectives all ranks had
+        self._last_needs: MeasurementSpec | None = None  # of the last measurement; all ranks issued its collectives
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
         self._one: Tensor | None = None
@@ -475,7 +475,7 @@ class GradientClipper:
             if clip_result.state:
                 state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
         factors, one = clip_result.factors, self._one
-        if one is None or one.device != norms.total.device:  # made in the first step: a CUDA graph can't capture it
+        if one is None or one.device != norms.total.device:  # made in the first step: a capture would reject the copy
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse
         level: Level = "total"
@@ -572,7 +572,7 @@ class GradientClipper:
         """Return the norms of ``gradient * inverse``, the factor ``inverse`` (None: 1), and the sums of the packed fields.
 
         ``inverse`` removes the loss scale. It also divides by the window's weight per data rank or, without weights, by
-        its number of micro-batches if ``accumulation_steps`` is set.
+        the window's number of micro-batches if ``accumulation_steps`` is set.
         """
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
@@ -626,8 +626,8 @@ class GradientClipper:
 
         After a successful comparison, remove the checks that run only once. If the gradients of some replicas were zero,
         run these checks once more in the next measurement. For example, one factor of a new LoRA adapter is zero, so the
-        gradient of the other factor is zero in the first step. If its sum over ranks is missing, only the second step
-        shows that.
+        gradient of the other factor is zero in the first step. If this gradient lacks its sum over ranks, the replicas
+        differ only in the second step.
 
         Args:
             total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.

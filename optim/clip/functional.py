@@ -214,7 +214,7 @@ class StatefulClipper:
         )
 
     def check_options(self, clip: ClipState, norm_type: float, reduction: Reduction) -> None:
-        """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call.
+        """Raise ValueError if ``norm_type`` or ``reduction`` differs from its value in the first call.
 
         Collectives: if it raises, as `__call__`, because the other ranks may wait in this collective.
         """
@@ -315,8 +315,8 @@ def global_norm(
 
         A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
         Other calls raise it only on the rank with the wrong argument, parameter or gradient. The norm is then NaN on the
-        other ranks. Without a registry, or with a wrong ``norm_type`` beside one >= 12, they may instead wait until the
-        timeout.
+        other ranks. Without a registry, or if ``norm_type`` is wrong on this rank and >= 12 on the other ranks, the other
+        ranks may instead wait until the timeout.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -594,7 +594,7 @@ def _take_part(
     timeout, because this rank measures with p = 2.
 
     Args:
-        error: An error about an argument, before any collective of the call.
+        error: An error about an argument, raised before any collective of the call.
         registry: The argument of the call. If it is not a `ProcessGroupRegistry`, nothing is done.
         norm_type, reduction: The arguments of the call.
         call: The name of the called function.

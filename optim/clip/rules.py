@@ -227,7 +227,7 @@ class Adaptive(Clip):
 # Groups of parameters by name -----------------------------------------------------------------------------------------
 
 OfGroup = Threshold | Clip | None
-"""The clipping of a named group: a threshold for its norm, or a rule. None or ``math.inf``: it is not clipped."""
+"""The clipping of a named group: a threshold for its norm, or a rule. None or ``math.inf``: the group is not clipped."""
 
 
 @dataclass(frozen=True, init=False)

@@ -4,9 +4,9 @@
     sharded optimizer states      every rank needs its slice of the sum   reduce-scatter
 
 The parameters of a bucket have equal layout over the mesh, dtype and device. So a rank that holds a replica of one
-parameter of the bucket holds replicas of all its parameters. The flat buffers of these ranks have equal length and
-order. The sums of replicas are therefore computed in the same order, and are bitwise identical, even if different
-process groups compute them.
+parameter of the bucket holds replicas of all parameters of the bucket. The flat buffers of these ranks have equal
+length and order. The sums of replicas are therefore computed in the same order, and are bitwise identical, even if
+different process groups compute them.
 """
 
 from __future__ import annotations
@@ -301,8 +301,8 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._hook, self._pending = group, hook, list(pending)
-        # A mark of a reduced gradient has its version counter (`mark_complete`). Views of one buffer share this counter, so
-        # a write to one gradient would make the marks of all invalid.
+        # The mark of a reduced gradient contains the gradient's version counter (`mark_complete`). All views of one buffer
+        # share a counter, so a write to one gradient would make the marks of all gradients in the buffer invalid.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
@@ -560,8 +560,8 @@ def gradient_buckets(
             bucket = GradientBucket(
                 bucket_params, layout, group, hook or NoCompression(), dtype, kind.scale, adopt, pending
             )
-            # A tied parameter's index differs between stages, so buckets of tied parameters are ordered by layout
-            # first.
+            # All ranks must sort the buckets into the same order. The index of a tied parameter may differ between
+            # stages, so the layout precedes the index in the sort key of buckets of tied parameters.
             keyed_buckets.append(
                 (kind.ranks, kind.layout if kind.layout.tied else NormBucket(), -layout.indices[-1], bucket)
             )
@@ -638,7 +638,10 @@ def sync_gradients(
         check_unused(params)
         pairs[:] = [item if isinstance(item, tuple) else (None, item) for item in params]
         if wrong := [type(param).__name__ for _, param in pairs if not isinstance(param, Tensor)]:
-            raise TypeError(f"params has an item of type {wrong[0]}; give parameters, or (name, parameter) pairs")
+            raise TypeError(
+                f"params has an item of type {wrong[0]} where a parameter is expected; give parameters, or pairs (name, "
+                "parameter)"
+            )
         named = [param if name is None else (name, param) for name, param in pairs]
         return ReductionPlan.of(entries_of([named], topology), topology, registry.global_rank)
 
@@ -673,8 +676,8 @@ class Bf16Compression(CommHook):
 
     Error feedback stores the rounding error of a rank's gradients, and adds it to the rank's next gradients. So small
     gradients are delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are
-    reduced in their own dtype: half-precision gradients are already as small, and float64 gradients need their full
-    precision.
+    reduced in their own dtype: half-precision gradients already have 2 bytes per element, and float64 gradients need
+    their full precision.
 
     Each rank stores its rounding errors per bucket. They are not part of a state dict, and `add_param_group` and
     `refresh` may reset them to 0. With a loss scale they are errors of the scaled gradients. The error of a non-finite

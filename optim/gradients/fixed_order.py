@@ -47,8 +47,8 @@ class Node(NamedTuple):
 class TreeSum:
     """The partial sums of one rank's gradients: per `Node` of the tree, one tensor per parameter.
 
-    Half-precision gradients are summed in float32. A parameter without a gradient in any micro-batch of a node has None
-    there, which counts as zeros.
+    Half-precision gradients are summed in float32. If a parameter got a gradient in none of a node's micro-batches,
+    its partial sum is None, which counts as zeros.
 
     Attributes:
         nodes: The partial sums by node. If micro-batches are added in ascending order, the nodes are in this order.
@@ -98,7 +98,8 @@ def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
     """Return the sum of all partial sums in the order of the tree.
 
     Args:
-        parts: The partial sums of all ranks by node, each micro-batch in at most one of them. They are written to.
+        parts: The partial sums of all ranks by node. A micro-batch is in at most one partial sum. The tensors may be
+            overwritten.
         count: The number of micro-batches of all data ranks.
     """
     parts = dict(parts)
@@ -227,7 +228,8 @@ class SlicedBucket(NamedTuple):
     Attributes:
         params: The parameters of the bucket.
         layout: The positions of the parameters in the flat buffer, with one slice per data rank.
-        receive: Gets this rank's slice of the sum, in the dtype of the sum; None after a window without micro-batches.
+        receive: Function that is called with this rank's slice of the sum, in the dtype of the sum, or with None after an
+            accumulation window without micro-batches.
     """
 
     params: Sequence[Tensor]

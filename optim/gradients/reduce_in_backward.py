@@ -128,8 +128,8 @@ class BackwardReducer:
         if index < self._next:
             raise RuntimeError(
                 f"{self._name_of(param)} got a second gradient in one backward, after the first had been reduced "
-                "(re-entrant activation checkpointing does that): use checkpoint(..., use_reentrant=False), or reduce "
-                "after backward, without Sharded(gradients=True) and overlap=True"
+                "(re-entrant activation checkpointing does that): use checkpoint(..., use_reentrant=False), or leave out "
+                "overlap=True and Sharded(gradients=True), so that gradients are reduced after backward"
             )
         self._waiting[index].discard(param)
         while self._next < len(self._eager) and not self._waiting[self._next]:
@@ -141,7 +141,7 @@ class BackwardReducer:
         for handle in self._hooks:
             hooks = handle.hooks_dict_ref()
             if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                # Removed and inserted again: torch does not see the order of OrderedDict.move_to_end.
+                # Remove the hook and insert it again, because torch ignores the order that OrderedDict.move_to_end sets.
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def reduce_now(self) -> None:
@@ -286,7 +286,7 @@ class Early:
 
     Such a parameter is trained, and its gradient is averaged over data-parallel axes and summed over no other axes. It
     is not a DTensor, because gradients of DTensors are reduced in the step. It has no owner ranks (``P(owned=...)``),
-    because other ranks would not have it.
+    because the other ranks do not have the parameter.
 
     Args:
         plan: The plan of the parameters.

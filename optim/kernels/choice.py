@@ -82,7 +82,7 @@ def kernels_chosen() -> Kernels:
 
     Raises:
         ValueError: The environment variable has another value than "auto", "torch" and "triton".
-        ImportError: It is "triton", and the package triton can't be imported.
+        ImportError: The environment variable is "triton", and the package triton can't be imported.
     """
     if not _choice:
         _choice.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))

@@ -21,7 +21,7 @@ class Constants:
     """Cache of 1-dim device tensors with constant values.
 
     It holds the `KEPT` tensors that were used last, and all tensors that captured CUDA graphs read. A cache of one tensor
-    would not suffice, because other parameters may have gradients in other steps.
+    would not suffice, because the parameters with gradients may differ from step to step.
     """
 
     def __init__(self) -> None:

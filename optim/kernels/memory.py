@@ -20,7 +20,7 @@ except ImportError:  # the class is private: another torch version may not have 
     TensorGuards = None  # type: ignore[assignment, misc]
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Tensor classes whose memory contains the values, unless a tensor is lazy (`is_lazy`). Subclasses may store others."""
+"""Tensor classes whose memory contains the values, unless a tensor is lazy (`is_lazy`). Subclasses may store other data."""
 
 
 class Signature:

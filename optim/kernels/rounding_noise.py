@@ -53,7 +53,7 @@ def noise_of(key: int, number: int, step: int, numel: int) -> Tensor:
     Args:
         key: A 64-bit number.
         number: The number of the tensor among the tensors with this key.
-        step: The number of steps.
+        step: The step count.
     """
     blocks = -(-numel // (ROWS * LANES))
     counter = torch.arange(blocks * LANES)

@@ -24,9 +24,9 @@ def round_by_triton(
 
     Args:
         targets, sources: Tensors with elements, all on one device, on which the kernel runs.
-        keys: The keys of their noise.
+        keys: The key of each tensor's noise.
         numbers: The number of each tensor among the tensors with its key.
-        step: The number of steps.
+        step: The step count, from which the noise is computed too.
 
     Host synchronization: none.
     """

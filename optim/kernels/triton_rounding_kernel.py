@@ -87,7 +87,7 @@ def round_chunks(
         chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2].
         keys: Keys of the noise, [n].
         numbers: The number of each tensor among the tensors with its key, [n].
-        step: The number of steps.
+        step: The step count, from which the noise is computed too.
         ALIGNED: True: all addresses are multiples of 16.
         LANES: Elements per row.
         ROWS: Rows that share counters; 8.

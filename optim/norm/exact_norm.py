@@ -6,12 +6,12 @@ of one quantum and the sum has at most 53 bits, then no addition rounds, and eve
 1. Each rank computes one power, the sum of |g|^p, per chunk of `CHUNK` elements. If data ranks shard a parameter, their
    shards begin at multiples of `CHUNK` elements. So each chunk is on one rank, and its power is the same for any number
    of data ranks.
-2. The ranks agree on the largest chunk power, 2**(e-1) <= top < 2**e.
+2. The ranks agree on ``top``, the largest chunk power. Let e be the integer with 2**(e-1) <= top < 2**e.
 3. Each chunk power is split into three summands, multiples of 2**(e-18), 2**(e-36) and 2**(e-54). The first, second and
    third summands of all chunks have separate sums, which do not round for up to 2**34 chunks. Only the remainder of each
    chunk power, less than 2**(e-54), is lost.
-4. Each block of elements is summed by one of the replicas of a shard, because a division by the number of replicas could
-   round.
+4. If several ranks hold a replica of a shard, each block of the shard is summed by only one of them, because a division
+   by the number of replicas could round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ BLOCK = 2**17
 def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the mean of |g|^p per chunk of the gradients, [chunks] float64, for p = 1 or 2.
 
-    The additions have a fixed order. The division by `CHUNK`, a power of 2, does not round.
+    The additions have a fixed order. The division by `CHUNK`, a power of 2, does not round. `ExactNorm` multiplies the
+    sums of these means by `CHUNK`.
 
     Args:
         gradients: Contiguous 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
@@ -147,10 +148,11 @@ class ExactNorm(GlobalNorm):
         return Norms(total, groups, parameters, extra, units, weight_norms, norms[:0], self.norm_type)
 
     def _batches(self, present: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[list[tuple[int, int]], list[Tensor]]]:
-        """Yield batches of the blocks that this rank measures, of about `BLOCK` elements, each of one dtype and device.
+        """Yield the blocks that this rank measures, in batches. All blocks of a batch have one dtype and device.
 
-        ``present`` has an (index of the plan entry, gradient) pair per gradient of this rank. A batch is a pair of lists:
-        (index of the plan entry, number of chunks) per block, and the blocks as 1-dim tensors.
+        A block has at most `BLOCK` elements, a batch less than 2 * `BLOCK` elements. A batch is a pair of lists: (index
+        of the plan entry, number of chunks) per block, and the blocks as 1-dim tensors. ``present`` has an (index of the
+        plan entry, gradient) pair per gradient of this rank.
         """
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:

@@ -235,8 +235,8 @@ class GlobalNorm:
             total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
             flags = self._all_reduce(flags, self.registry.group(*plan.topology.axes))
-        # In a bucket's sum, not every replica adds its power. A NaN in any replica must still make the norm NaN on all
-        # ranks.
+        # The sum of a bucket does not contain the powers of all replicas. A NaN in any replica must still make the norm
+        # NaN on all ranks.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
@@ -528,8 +528,9 @@ class Units:
 def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int | None:
     if shape is None:
         raise ValueError(
-            f"{name} has shards of unequal sizes, so its full shape is unknown, which the norms of its units (such as "
-            "rows) need: give annotate(..., full_shape=...), or make each sharded dim divisible by the size of its axes"
+            f"{name} has shards of unequal sizes, so its full shape is unknown, and the norms of its units (such as rows) "
+            "can't be computed: give annotate(..., full_shape=...), or make each sharded dim divisible by the size of its "
+            "axes"
         )
     if len(shape) < 2:
         return None

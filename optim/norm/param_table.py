@@ -69,12 +69,12 @@ class SteppedTensor(ParamPosition):
     Args:
         entry: Spec, shape and param group of the tensor whose gradient is measured (an entry of the `ReductionPlan` of
             all stepped tensors).
-        model_entry: The same about the model parameter (an entry of the plan of the model parameters).
+        model_entry: Spec, shape and param group of the model parameter (an entry of the plan of the model parameters).
         region: The part of the full tensor that ``tensor`` holds. None if it is not known, as with shards of unequal
             sizes.
         grad_tensor: The tensor whose ``.grad`` is reduced, measured and clipped.
         replica_tensor: The tensor that ``check_replicas="first"`` and ``check_replicas=True`` compare with its replicas
-            on other ranks: ``tensor``, or the tensor before CPU offload (a transform with ``replica_dependent``).
+            on other ranks: ``tensor``, or the tensor before CPU offload (a transform whose ``replica_dependent`` is True).
         num_replicas: Number of ranks that hold the same shard.
         logical_index: Index of the logical parameter's name in ``ReductionPlan.parameter_names``; None if ranks did not
             exchange parameter names.

@@ -481,7 +481,7 @@ class ReductionPlan:
         """Compare the number of elements in the plan with the number of elements of the dense model.
 
         Args:
-            full: Number of elements of the dense model. If `counted` is None: of this pipeline stage only.
+            full: Number of elements of the dense model; if `counted` is None, of this pipeline stage of it only.
         Raises:
             ValueError: The numbers differ. The message lists the count of each parameter of this rank.
         """

@@ -2,8 +2,8 @@
 
 Each rank sends digests of its declarations and of its parameters' full shapes. On request it also sends the names and
 full shapes themselves. If digests of declarations differ, ranks exchange the declarations, and every rank raises an
-error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes. A full shape
-that differs between ranks was computed from shards of unequal sizes, and becomes unknown (None).
+error that shows the first two declarations that differ. If digests of full shapes differ, ranks exchange the full
+shapes. A full shape that differs between ranks was computed from shards of unequal sizes, and becomes unknown (None).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Called(NamedTuple):
             declared[entry.name] += 1
             times = declared[entry.name]
             names.append(entry.name if times == 1 else f"{entry.name} ({times})")
-            # A tied parameter may have different names on its stages, so its key has its position among the parameters
-            # that are tied over the same stages.
+            # A tied parameter may have different names on its stages. So its key contains, instead of the name, its
+            # position among the parameters that are tied over the same stages.
             keys.append((holders, seen[holders] if holders.tied else names[-1]))
             seen[holders] += 1
         return cls(keys, names, [entry.full_shape for entry in plan.entries])

@@ -38,8 +38,8 @@ def advice_on(may_differ: str, instead: str) -> str:
         "broadcast_weights(model, registry), which copies weights along data axes, or align_replicas(optimizer), which "
         "copies them along all axes), or is sharded but declared replicated. A gradient that differs lacks a "
         "reduction over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was "
-        f"computed from another batch than its replicas' (if replicas may differ, {may_differ}), or was changed on each "
-        f"rank after backward (use {instead} instead of torch.nn.utils.clip_grad_norm_)"
+        f"computed from another batch than the other replicas' gradients (if replicas may differ, {may_differ}), or was "
+        f"changed on each rank after backward (use {instead} instead of torch.nn.utils.clip_grad_norm_)"
     )
 
 
@@ -142,7 +142,7 @@ class ReplicaCheck:
         Reads the parameters, the gradients and the states once. Host synchronization: as in `numbers`.
 
         Args:
-            gradients: One gradient, or None, per entry of the plan. None: no gradient is compared.
+            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
         """
         return self.weighted(self.numbers(gradients))
 
@@ -152,7 +152,7 @@ class ReplicaCheck:
         The kinds (columns) are the parameter, its gradient and, if states are compared, all of its states together.
 
         Args:
-            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
+            gradients: One gradient, or None, per entry of the plan. None: no gradient is compared.
         Host synchronization: none if all tensors are on the device of the slots.
         """
         given = [None] * len(self.params) if gradients is None else list(gradients)
@@ -370,8 +370,8 @@ class FingerprintMonitor:
 def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) -> ReplicaHashes:
     """Return this rank's hashes of the tensors in ``wanted``.
 
-    Each optimizer state also gets a hash of its own, of its current value. The value is unchanged since the comparison,
-    because all steps since then were skipped.
+    If states differ, the result also has one hash per optimizer state, computed from its current value. This value is
+    unchanged since the comparison, because all steps since then were skipped.
 
     Args:
         check: The check that compared the tensors.
@@ -661,7 +661,7 @@ def odd(number: int) -> int:
     return (number * 0x5851F42D4C957F2D >> 20 & 0x3FFFFFFF) << 1 | 1
 
 
-_TABLES: dict[torch.device, Tensor] = {}  # cached, because making one takes as long as hashing a small model
+_TABLES: dict[torch.device, Tensor] = {}  # cached, because making a table takes as long as hashing a small model
 
 
 def _table(device: torch.device, words: int) -> Tensor:

@@ -216,8 +216,8 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     A tensor whose spec names a data axis, such as a shard over this axis, is broadcast over the other data axes only.
 
     Args:
-        model: The model; changed in place. A DTensor is broadcast over the data axes outside its mesh, and over those
-            over which its placements replicate it.
+        model: The model; changed in place. A DTensor is broadcast over the data axes outside its mesh, and over the data
+            axes over which its placements replicate it.
         registry: The process groups.
 
     Raises:
@@ -226,7 +226,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
     Collectives: two object all-gathers, and one broadcast per 32 MiB of tensors that are broadcast over the same ranks.
         None with a single data rank.
-    Host synchronization: yes, if tensors are on another device than the registry's.
+    Host synchronization: yes, except with a single data rank.
     """
     if registry.topology.size(*registry.topology.data_axes) == 1:
         return

@@ -27,8 +27,8 @@ class RunComparison:
         verdict: "equal" (all hashes are equal), "rounding only" or "different".
         steps: Numbers of the steps that were compared.
         difference: The first difference beyond rounding. None: there is none.
-        largest: Largest relative distance that was accepted as rounding, by quantity. Gradients are relative to the
-            larger one of the parameter's norm and 1% of the global norm.
+        largest: Largest relative distance that was accepted as rounding, by quantity. A distance of
+            gradients is relative to the gradient's norm, or to 1% of the global norm if that is larger.
         notes: Facts that may explain a difference, such as other seeds.
     """
 
@@ -131,7 +131,7 @@ def add_compare_command(commands: argparse._SubParsersAction[argparse.ArgumentPa
         action="append",
         default=[],
         type=_tolerance,
-        help=f"relative distance of gradients in the first step that is still rounding; default: {defaults}",
+        help=f"largest relative distance of gradients in the first step that counts as rounding; default: {defaults}",
     )
     compare.add_argument("--growth", type=float, default=0.1, help="growth of the tolerance per step; default: 0.1")
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -67,8 +67,8 @@ class Report:
             `Flops`.
         measured_step: The step that `Telemetry` measured for `figures`. None if it measured no step since the last
             report.
-        figures: {name: number}, the numbers that `Telemetry` measured in step ``measured_step``; empty if there is
-            none.
+        figures: {name: number}, the numbers that `Telemetry` measured in step ``measured_step``; empty if
+            ``measured_step`` is None.
     """
 
     step: int
@@ -172,7 +172,7 @@ class Flops:
             ValueError: ``peak`` or ``active`` is not finite and positive.
         """
         counted = optimizer.plan.counted
-        assert counted is not None, "an optimizer's plan is agreed"
+        assert counted is not None, "all ranks have agreed on an optimizer's plan"
         if not (isfinite(active) and active > 0):
             raise ValueError(f"Flops.of_parameters(active={active}): give a finite number > 0; without experts, 1.0")
         return cls(6.0 * counted * active, peak)
@@ -195,8 +195,8 @@ _FRACTION = 2.0**32
 def exact_parts(values: Tensor) -> Tensor:
     """Return the integer part of each value, and its fraction rounded to a multiple of 2^-32: [2, n] float64.
 
-    Sums of parts have no rounding, so they have the same bits in every order: integer parts up to 2^53, and fractions of
-    up to a million values. A non-finite value has the fraction 0.
+    Sums of integer parts up to 2^53, and sums of up to a million fractions, are exact, so they are bitwise identical in
+    every order. A non-finite value has the fraction 0.
 
     Args:
         values: [n] float64.

@@ -3,7 +3,7 @@
     with Recorder(optimizer, "run.jsonl", every=100):
         train()
 
-The first line of the file describes the run: its topology, and the layout of every parameter. Such a line is written again
+The first line of the file describes the run: its topology, and the layout of every parameter. This line is written again
 after `Recorder.load_state_dict` and after a change of the parameters, such as `add_param_group`. Each other line is one
 recorded step. ``python -m meshstep.optim compare`` compares two files, which may come from different layouts.
 
@@ -74,7 +74,7 @@ class _RecordPlan:
     """
 
     def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
-        # The labels are not used. "group", because no param group has the reserved label "total".
+        # `Planned` requires labels, which are not used here. The labels of "group" are never "total", which it rejects.
         self.planned = planned = Planned(optimizer, "group", None, None)
         registry, plan = optimizer.registry, planned.plan
         self.names = plan.parameter_names
@@ -179,13 +179,14 @@ class Recorder(StepObserver):
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device
             has no float64.
-        TypeError: On every rank: ``path`` is not a path. On this rank: the optimizer is not a `ParallelOptimizer`.
+        TypeError: On every rank: ``path`` is neither a str nor an os.PathLike. On this rank: the optimizer is not a
+            `ParallelOptimizer`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
         world in a recorded step; none in other steps, and none with one rank.
-    Host synchronization: in the constructor and after such a change; one on global rank 0 per recorded step, in the next
-        step or in `flush`. One more per option of a param group that is a tensor on the device. Otherwise none.
+    Host synchronization: in the constructor, and after a change of the `model_plan`. On global rank 0, one per recorded
+        step, in the next step or in `flush`, and one more per param group option that is a tensor on the device.
     Memory: in a recorded step, a copy of the tensors that this rank steps, about 60 MB, and 0.5 kB per parameter.
 
     Attributes:
@@ -341,7 +342,7 @@ class Recorder(StepObserver):
     def flush(self) -> None:
         """Write the last recorded step to the file, if it was not written yet.
 
-        Host synchronization: on global rank 0, if there is such a step: one, and one per option that is a device tensor.
+        Host synchronization: on global rank 0, if a step is written: one, and one per option that is a device tensor.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -434,13 +435,13 @@ class Recorder(StepObserver):
             ValueError: ``state`` has no valid step; nothing is changed.
         """
         if "step" not in state:
-            raise ValueError(f"a state with the keys {[*state]} is no state of a Recorder; give its state_dict()")
+            raise ValueError(f"state has the keys {[*state]}, but no 'step'; give the result of Recorder.state_dict()")
         check_count(state["step"], "step")
         self.step, self._begun, self._pending = state["step"], False, None
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers among a param group's options. Tensors are copied, because schedules write to them."""
+    """Return the numbers among a param group's options. Tensors are copied, because schedulers change them in place."""
     found: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -465,9 +466,9 @@ def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -
 
     Args:
         numbers: The column of the parameter, with `_ROWS` numbers.
-        divisor: The factor that turns the reduced gradient, without the loss scale, into the mean over the window. It is
-            the number of data ranks over which the gradient is averaged / the total weight of the window. Without
-            weights, it is 1 / ``count``.
+        divisor: The factor that turns the reduced gradient, without the loss scale, into the mean over the accumulation
+            window: the number of data ranks over which the gradient is averaged, divided by the total weight of the
+            accumulation window. Without weights, it is 1 / ``count``.
         count: The number by which the sketch of the gradient is divided already.
         double: True: keep the sketches in float64; False: in float32.
     """

@@ -92,9 +92,9 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
-    """Return r if ``b`` is r times ``a`` within 3 * ``tolerance`` (at least 1e-4) of its norm; None if it is not.
+    """Return r if ``b`` is r times ``a``, up to 3 * ``tolerance`` (at least 1e-4) times the norm of ``b``; else None.
 
-    None also if one of them is zero or not finite. If a sketch is not known, r is the ratio of the norms.
+    Return None also if a tensor is zero or not finite. If a sketch is not known, r is the ratio of the norms.
     """
     if not (a.is_finite and b.is_finite and a.norm and b.norm):
         return None
@@ -103,6 +103,6 @@ def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
     squared = dot(a.sketch, a.sketch)
     ratio = dot(a.sketch, b.sketch) / squared if squared else 0.0
     rest = length(y - ratio * x for x, y in zip(a.sketch, b.sketch, strict=True))
-    # The rounding errors of r times `a` are relative to its norm, which is about the norm of `b`. So are both limits.
+    # The rounding errors of r times `a` are relative to the norm of r `a`, about the norm of `b`. So are both limits.
     limit = max(3 * tolerance, 1e-4) * b.norm
     return ratio if rest <= limit and abs(abs(ratio) * a.norm - b.norm) <= limit else None

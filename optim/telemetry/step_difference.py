@@ -165,7 +165,8 @@ def _initial_scale(pair: StepPair, report: _Report) -> Difference | None:
             text = f"before the first recorded step, the weight in B is {_shown(ratio)} times that of A"
             axis = None if match is None else match.axis
             return report("initial scale", text, ratio=ratio, parameter=name, axis=axis)
-    # Other random numbers, whose norms differ by a factor: the standard deviation was computed from a shard's shape.
+    # If the runs drew other random numbers, and the norms differ by the square root of the size of a sharding axis, the
+    # standard deviation was computed from a shard's shape.
     for name in report.names:
         a, b = (figures.norm for figures in pair.both(name, WEIGHT))
         spread = 3 / sqrt(pair.numel(name)) + 0.02
@@ -294,9 +295,7 @@ def _replicas(pair: StepPair, report: _Report) -> Difference | None:
                 f"over {axis} is missing in forward, or the ranks have different inputs"
             )
             return report("missing sum", text, axis=axis, parameter=name)
-        text = (
-            f"in run {which}, ranks of axis {axis} hold replicas, but other gradients: the sum over {axis} is missing"
-        )
+        text = f"in run {which}, replicas along axis {axis} have different gradients: the sum over {axis} is missing"
         if of_right is not None:
             text += f"; their mean is 1/{size} of the gradient of the other run"
         return report("missing sum", text, axis=axis, ratio=ratio, parameter=name)
@@ -320,7 +319,7 @@ def _factor(pair: StepPair, report: _Report) -> Difference | None:
     factors = {name: found for name in report.names if (found := pair.multiple(name, GRADIENT)) is not None}
     if not factors:
         return None
-    # Of several factors, the one nearest to 1 is the cause; other gradients may have passed the mistake several times.
+    # If factors differ, the one nearest to 1 shows the cause: backward may apply a mistake to a gradient several times.
     name = min(factors, key=lambda one: abs(factors[one] - 1))
     alike = [one for one in factors if abs(factors[one] / factors[name] - 1) < 10 * max(pair.tolerance(one), 1e-4)]
     if len(alike) == 1 and len(factors) < len(report.names) and len(pair.names) > 3:
@@ -337,8 +336,8 @@ def _other_terms(pair: StepPair, report: _Report, same_batch: bool) -> Differenc
         model_axes = sorted({one for _, run, _ in pair.sides for one in run.axes if run.role(one) == "model"})
         where = f" over axis {axis}" if axis else f" (a sum over {' or '.join(model_axes)}?)" if model_axes else ""
         text = (
-            f"{len(report.names)} of {len(pair.names)} gradients differ without a common factor, the others agree: terms "
-            f"of a sum are missing or added in backward{where}, before the first layer whose parameters agree"
+            f"{len(report.names)} of {len(pair.names)} gradients differ without a common factor, and the others agree: "
+            f"terms of a sum are missing or added in backward{where}, before the first layer whose parameters agree"
         )
         return report("partial sum", text, axis=axis)
     text = "all gradients differ without a common factor, with equal weights"

@@ -63,8 +63,8 @@ class Difference:
         quantity: "layout", "weight", "gradient", "decision", "option" or "update".
         parameter: The name of the parameter that shows the cause best, or else the first of ``parameters``. None: the
             difference concerns no parameter, such as the clip coefficient.
-        parameters: All parameters that differ in this quantity and step. Of weights, gradients and updates, the one with
-            the largest relative distance is the first.
+        parameters: All parameters that differ in this quantity and step. If the quantity is weight, gradient or update,
+            the parameter with the largest relative distance comes first.
         cause: The probable cause, a short name.
         axis: The mesh axis of the cause, or axes joined by `` x ``. None: the cause concerns no axis, or the axis is not
             known.
@@ -184,9 +184,9 @@ class StepPair:
         return found / size if found and size else (inf if found else 0.0)
 
     def multiple(self, name: str, quantity: int) -> float | None:
-        """Return r if B is r times A; None if it is not a multiple.
+        """Return r if the tensor in B is r times the tensor in A; None if it is no multiple of it.
 
-        None also for a single element, which would be a multiple of any other element.
+        Return None also for tensors with one element, because every number is a multiple of another number.
         """
         if self.numel(name) == 1:
             return None
@@ -218,7 +218,10 @@ class StepPair:
     # Axes -------------------------------------------------------------------------------------------------------------
 
     def _sized_axes(self) -> Iterator[tuple[tuple[str, ...], Which, int]]:
-        """Yield (axes, run, product of their sizes), first those whose product differs between the runs."""
+        """Yield (axes, run, product of the axes' sizes) for every combination of axes of a run.
+
+        Combinations whose product differs between the runs come first.
+        """
         found = []
         for which, run, other in self.sides:
             for count in range(1, len(run.axes) + 1):
@@ -236,7 +239,7 @@ class StepPair:
         Args:
             ratio: The ratio, > 0.
             names: The parameters with this ratio. A mistake along a model axis often concerns exactly the parameters that
-                are sharded over it, or exactly the others.
+                are sharded over the axis, or exactly the parameters that are not.
             tolerance: Relative tolerance of the ratio. Default: 1e-3.
             only: The accepted kinds of `AxisMatch`. None (default): all.
         """
@@ -267,9 +270,10 @@ class StepPair:
         return 1.0 if names <= sharded or not names & sharded else 0.5
 
     def axis_of_shards(self, names: Sequence[str], exact: bool) -> str | None:
-        """Return the axis over which the given parameters are sharded. None: there is no such axis, or these are all.
+        """Return the axis over which the parameters ``names`` are sharded; None if there is no such axis.
 
-        With ``exact``, no other parameter may be sharded over the axis.
+        Return None also if ``names`` has all parameters of both runs, because their sharding then explains nothing. If
+        ``exact`` is True, no other parameter may be sharded over the axis.
         """
         chosen, found = {*names}, []
         for _, run, other in self.sides:
@@ -280,6 +284,6 @@ class StepPair:
         return min(found)[2] if found else None
 
     def only_sharding_axis(self, name: str) -> str | None:
-        """Return the axis over which a parameter is sharded, if it is sharded over one axis only."""
+        """Return the axis over which a parameter is sharded; None if it is sharded over no axis or over several."""
         axes = {axis for _, run, _ in self.sides for axis in run.layout(name)["sharded"] if run.size(axis) > 1}
         return axes.pop() if len(axes) == 1 else None

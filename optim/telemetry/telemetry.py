@@ -73,7 +73,7 @@ TOTAL = "total"
 
 
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
-    """Return (labels, for each logical parameter the index of its label). The index is None without a label.
+    """Return the labels, and per logical parameter the index of its label; None for a parameter without a label.
 
     Args:
         params: (name, index of the param group) per logical parameter.
@@ -105,7 +105,7 @@ def checked_by(by: object) -> None:
 
 
 def _check_matches(glob: str, names: Sequence[str], argument: str) -> None:
-    """Raise ValueError if ``glob`` matches none of the parameter ``names``. ``argument`` shows it in the error."""
+    """Raise ValueError if ``glob`` matches none of the parameter ``names``. The error begins with ``argument``."""
     if not any(matches(glob, name) for name in names):
         raise ValueError(f"{argument} matches no parameter; give a glob for one of {', '.join(names[:8])}, ...")
 
@@ -169,7 +169,7 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 
 
 def data_ranks_of(optimizer: ParallelOptimizer[Any]) -> tuple[int, int]:
-    """Return the numbers of data ranks over which reduced gradients are averaged, and over which they are only summed.
+    """Return (number of data ranks over which gradients are averaged, number over which they are summed only).
 
     With ``sum_order="fixed"`` the numbers are (1, D) for D data ranks, else (D, 1).
     """
@@ -199,7 +199,8 @@ class SpectralNorms:
 
     Args:
         globs: Tuple of globs over parameter names. Parameters with fewer than two dims are left out. Default: all
-            others are measured. A parameter with more than two dims counts as the matrix [first dim, all other dims].
+            parameters with two or more dims. A parameter with more than two dims counts as the matrix [first dim, all
+            other dims].
         iterations: Number of power iterations per measurement, an integer >= 1. Default: 2.
     """
 
@@ -226,8 +227,8 @@ class PowerIteration:
         device: Device of the results.
 
     Raises:
-        ValueError: On every rank: the region of a shard is unknown, the ranks' shapes or dtypes of a matrix differ,
-            or elements of a matrix are missing, or twice on a rank.
+        ValueError: On every rank: the region of a shard is unknown, ranks have different shapes or dtypes for a matrix,
+            no rank holds some elements of a matrix, or a rank holds an element twice.
 
     Collectives: an object all-gather in the constructor; none with one rank.
     Memory: on every rank, one row per matrix in float64. During a call, also a few rows and columns per matrix, and a
@@ -521,8 +522,8 @@ class Telemetry(StepObserver):
 
     * ``spectral_norm/<name>``: With `SpectralNorms`, an estimate of the largest singular value of each matrix before
       the step.
-    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and
-      the two estimates of which it is the ratio, over all parameters except `excluded_params`.
+    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale S / |G|^2
+      and the two estimates |G|^2 and S, over all parameters except `excluded_params`.
 
     Args:
         optimizer: The optimizer, with any precision and state placement.
@@ -546,8 +547,8 @@ class Telemetry(StepObserver):
         all-reduce over the world. With ``noise=``, in addition at least one all-reduce per set of ranks that sum
         partial gradients or gradients of tied parameters. With ``spectral=``, in addition two all-reduces per
         iteration. None in other steps, and none with one rank.
-    Host synchronization: in the constructor, and in the first measured step after such a change. In other steps none,
-        except to copy tensors between the CPU and the GPU, as with `Offloaded`.
+    Host synchronization: in the constructor, and in the first measured step after a change of `model_plan`. In other
+        steps none, except to copy tensors between the CPU and the GPU, as with `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
         per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory of
         `PowerIteration`.
@@ -752,7 +753,10 @@ class Telemetry(StepObserver):
             ValueError: ``state`` is not a state of a Telemetry; nothing is changed.
         """
         if not {"step", "noise", "spectral"} <= state.keys():
-            raise ValueError(f"a state with the keys {[*state]} is no state of a Telemetry; give its state_dict()")
+            raise ValueError(
+                f"state has the keys {[*state]}; 'step', 'noise' and 'spectral' are needed: give the result of "
+                "Telemetry.state_dict()"
+            )
         check_count(state["step"], "step")
         if self._running is not None and state["noise"] is not None:
             self._running.check_state(state["noise"])

@@ -58,9 +58,9 @@ def digest(
     Host synchronization: none.
 
     Args:
-        tensors: The shards: in the shape of the shard, or the elements of the region's run in row-major order. None: there
-            is no tensor, and the digest is that of zeros.
-        regions: For each shard its region of the full tensor. None: the region is not known; the digest is 0.
+        tensors: Per shard, a tensor of the shard's shape, or a tensor with the elements of the region in row-major order.
+            None: the digest is that of zeros.
+        regions: Per shard, its region of the full tensor. None: the region is not known, and the digest is 0.
         device: The device of the result.
         scale: 0-dim: all elements are multiplied by it first. None (default): 1.
     """

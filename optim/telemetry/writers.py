@@ -30,8 +30,9 @@ class ReportFile:
     `close`.
 
     If the file exists before the first report, lines of steps after the monitor's current step are moved to
-    ``<path>.dropped``, because they come from an abandoned run. So are lines that are not complete reports. The current
-    step comes from `Monitor.load_state_dict`. In a new run it is 0, and all lines except a CSV header are moved.
+    ``<path>.dropped``, because they come from an abandoned run. Lines that are not complete reports are moved
+    too. The current step comes from `Monitor.load_state_dict`. In a new run it is 0, and all lines except a CSV header
+    are moved.
 
     Args:
         path: Path of the file. The first report creates it, so it exists on global rank 0 only.
@@ -439,7 +440,7 @@ def drawn(values: deque[float]) -> str:
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:
-        low = min(low, 0.0)  # draws a constant 1 higher than a constant 0
+        low = min(low, 0.0)  # so that a constant 1 is drawn higher than a constant 0
     span = high - low or 1.0
     return "".join(
         BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if isfinite(value) else "!" for value in values

@@ -88,7 +88,7 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
 
 # Many tensors with few kernels, as on a GPU ---------------------------------------------------------------------------
 
-# Tensors of equal layouts (`WholeTensors.alike`) are stacked. Their rows and columns are summed by one kernel each.
+# Tensors of equal layouts (`WholeTensors.alike`) are stacked. One kernel sums all rows of a stack, one all columns.
 # Full-size temporary tensors are computed for one `Chunk` of tensors at a time, and recomputed instead of kept.
 
 
@@ -112,7 +112,7 @@ class FactoredOptimizer(WholeOptimizer):
         requests: Callable[[Slot], Iterator[Request]],
         together: Mapping[int, Sequence[Tensor]],
     ) -> dict[int, list[Tensor]]:
-        """Return by position the sums that ``requests`` yields for each slot. Collectives: as in `WholeTensors.sums`.
+        """Return {position: the sums that ``requests(slot)`` requests}. Collectives: as in `WholeTensors.sums`.
 
         ``together`` has this rank's parts of these sums, by position, for slots that are stepped together.
         """
@@ -128,9 +128,9 @@ class FactoredOptimizer(WholeOptimizer):
         return found
 
     def gradient_squares(self, slots: Sequence[Slot]) -> dict[int, list[Tensor]]:
-        """Return this rank's parts of the sums of squares per row and per column of factored gradients, by position.
+        """Sum the squares of this rank's gradients per row and per column, and return {position: [row sums, column sums]}.
 
-        The list of a tensor that is not factored is empty.
+        The list is empty for a tensor whose second moment is not factored.
         """
         found: dict[int, list[Tensor]] = {slot.position: [] for slot in slots}
         factored = [slot for slot in slots if self.is_factored(slot)]
@@ -200,7 +200,7 @@ class FactoredOptimizer(WholeOptimizer):
         self.descend_each(old, new.tensors, -1.0 if isinstance(rate, Tensor) else -rate)
 
     def means(self, slots: Sequence[Slot], sums: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """Return the means per row and per column of factored tensors: [rows, columns] of the first slot, and so on.
+        """Return a list: the row means and the column means of the first slot, then of the second slot, and so on.
 
         ``sums`` has the sums per row and per column, by position; overwritten.
         """
@@ -217,7 +217,7 @@ class FactoredOptimizer(WholeOptimizer):
 
         Args:
             names: Names of the states with the means per row and per column.
-            means: The new means, [rows, columns] of the first slot, and so on.
+            means: The new means, in the order in which `means` returns them.
             rate: The fraction, or one fraction per slot, [slots].
         """
         old = [slot.state[name] for slot in slots for name in names]
@@ -263,7 +263,7 @@ def stacked_factors(stack: Sequence[Slot], rows: str, columns: str, least: float
     the row means. None: no limit.
     """
     left, right = (torch.stack([slot.state[key] for slot in stack]) for key in (rows, columns))
-    # one sum per matrix, which does not depend on the other matrices: bitwise identical on all ranks
+    # The sum of a matrix does not depend on the other matrices of the stack, so it is bitwise identical on all ranks.
     matrices = left.flatten(0, -3).unbind()
     means = left.new_zeros(0) if not matrices else powers_by_torch(matrices, 1.0) / max(left.size(-2), 1)
     means = means.to(left.dtype).view(*left.shape[:-2], 1, 1)
@@ -673,7 +673,7 @@ class CAME(FactoredOptimizer):
         position.
         """
         group, factored, momenta = chunk.group, chunk.factored, [slot.state["exp_avg"] for slot in chunk.slots]
-        # the sum of u^2 per row adds up to the sum of u^2
+        # for a factored tensor, the sums of u^2 per row, which add up to the sum of u^2
         powers = [sums[slot.position][0] for slot in chunk.slots]
         means = rms_of_each(list(powers_by_torch(powers, 1.0).unbind()), [self.shape_of(slot) for slot in chunk.slots])
         k = (means / group["clip_threshold"]).clamp(min=1)
@@ -691,7 +691,7 @@ class CAME(FactoredOptimizer):
     def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change the means of the squared differences in place, as `_instability` computes them for each slot.
 
-        The slots are factored and of one param group. ``a`` has `_instability`'s argument for each slot, [slots].
+        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot, as in `_instability`, [slots].
         ``sums`` has the sums that `_residuals` requests, by position.
         """
         group, rates = slots[0].group, a.repeat_interleave(2)

@@ -24,8 +24,8 @@ from .tensors import LogicalTensor, WholeTensors
 
 # Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 
-# A nested optimizer state is stored as a flat dict, so that checkpoints can save and restore it. One of its tensors
-# contains JSON text: the nesting, and all numbers, strings and None.
+# A nested optimizer state is stored as a flat dict, so that checkpoints can save and restore it. One tensor in this dict
+# holds JSON text, which describes the nesting and contains all numbers, strings and None.
 
 PLAN = "plan"
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
@@ -102,10 +102,10 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
         optimizer = ParallelOptimizer(whole(torch.optim.Adafactor(model.parameters())), registry)
 
     Each parameter has an owner rank among the ranks that hold part of it. The shards of the parameter and its gradient
-    are sent to the owner rank. There, a copy of the optimizer steps the full tensor like a model with this parameter
-    only, and the new weights are sent back. So the step equals that of the dense model, whatever the optimizer computes
-    within a tensor. A parameter that has no gradient on any rank is not stepped. The state exists on the owner rank only,
-    and a checkpoint saves it for the full parameter.
+    are sent to the owner rank. There, a copy of the optimizer steps the full tensor as if the model had only this
+    parameter, and the new weights are sent back. So the step equals that of the dense model, whatever the optimizer
+    computes within a tensor. A parameter that has no gradient on any rank is not stepped. The state exists on the owner
+    rank only, and a checkpoint saves it for the full parameter.
 
     The optimizer must step each tensor separately. Optimizers that are known to compute a value from all tensors
     together are rejected. An optimizer that draws random numbers draws different numbers than in a single process.
@@ -291,11 +291,11 @@ def _check(optimizer: object) -> None:
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
         raise ValueError(
-            f"whole({name}): {name} calls another optimizer, its attribute {', '.join(within)}; call whole() on that "
+            f"whole({name}): {name} has another optimizer in its attribute {', '.join(within)}; call whole() on that "
             "optimizer instead"
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ValueError(
-            f"whole({name}): {name} switches the weights with train() and eval(), which whole() doesn't support; "
+            f"whole({name}): {name} has the methods train() and eval(), which whole() doesn't support; "
             "schedule-free optimizers are elementwise: pass them to ParallelOptimizer without whole()"
         )

@@ -1,8 +1,8 @@
 """The choice between one call per tensor and one call for many tensors.
 
 On a GPU, a kernel launch costs more than the work of a small tensor, so tensors are stepped together: by torch's fused and
-multi-tensor kernels, and by batched products of matrices with equal shapes. On a CPU, calls are cheap, and few temporary
-tensors in the cache are worth more, so tensors are stepped one after the other.
+multi-tensor kernels, and by batched products of matrices with equal shapes. On a CPU, calls are cheap, and temporary
+tensors of a single tensor's step fit into the cache, so tensors are stepped one after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def batches_on(device: torch.device) -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True if the tensor is on a CUDA device and contiguous: kernels for many tensors ignore strides."""
+    """Return True if the tensor is on a CUDA device and contiguous, as kernels for many tensors require."""
     return batches_on(tensor.device) and tensor.is_contiguous()
 
 
@@ -70,7 +70,8 @@ class PackedTensors:
     Attributes:
         flat: The buffer. Elements between two tensors have no meaning.
         tensors: The tensors, in the order of ``shapes``.
-        stacks: {key: (indices of its tensors, buffer of these tensors [tensors, at least their number of elements])}.
+        stacks: {key: (indices, stack)}: the indices of the tensors with this key, and a view of the buffer with one of
+            these tensors at the beginning of each row.
     """
 
     def __init__(

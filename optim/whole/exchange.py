@@ -195,8 +195,8 @@ class Round:
         """Return this rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
 
         The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
-        on, without itself. For each owner rank they are ordered by matrix, then by tensor of the matrix, then by
-        rectangle. Arguments as in `_counts`.
+        on. Matrices that this rank owns itself are left out. For each owner rank, the elements are ordered by matrix,
+        then by tensor of the matrix, then by rectangle. Arguments as in `_counts`.
         """
         found: dict[int, list[TransferSlice]] = {}
         at = 0
@@ -207,7 +207,7 @@ class Round:
                 for index in range(lists):
                     for box in boxes(matrix).get(self._me, ()):
                         place = TransferSlice(number, index, box, None if home == self._me else at)
-                        for position in self._tensors.positions_of(matrix.tensor, box):  # always one
+                        for position in self._tensors.positions_of(matrix.tensor, box):  # yields one position
                             found.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
         return found
@@ -287,7 +287,7 @@ class Round:
         """Compute the matrices that this rank owns, and start sending the results to the ranks that hold parts of them.
 
         Args:
-            stacks: The full tensors of these matrices, as the function that `send` returns gives them.
+            stacks: The full tensors of these matrices: the result of the function that `send` returned.
             compute: Computes the results of the matrices of a stack.
             results: The returned function writes this rank's shards of the results into this dict, by position.
             device: Device of the results.
@@ -404,7 +404,7 @@ class Round:
 
 
 def _portions(positions: Iterable[int], device: torch.device) -> list[list[int]]:
-    """Return the positions whose tensors are copied together: all of a round, or on a CPU one after the other."""
+    """Return lists of positions whose tensors are copied together: one list on a GPU, one per position on a CPU."""
     return [list(positions)] if batching.batches_on(device) else [[position] for position in positions]
 
 
@@ -556,15 +556,15 @@ class Homes:
         starts communication that other ranks wait for.
 
         Args:
-            values: One mapping per tensor to send, such as the weights and the gradients; `lists` mappings in all. Each
-                maps a position to a contiguous tensor of the stepped tensor's shape. Under
-                `ParallelOptimizer`, a tensor is read once per round, when its elements are sent. So the mapping may
-                compute it lazily. There it must have every position whose full tensor has matrices. In a single process
-                without `ParallelOptimizer`, positions that are not in the mapping are skipped.
+            values: One mapping per tensor to send, such as the weights and the gradients; ``lists`` mappings in all.
+                Each maps a position to a contiguous tensor of the stepped tensor's shape. Under `ParallelOptimizer`, a
+                mapping must have every position whose full tensor has matrices. A tensor is read once per round, when
+                its elements are sent, so the mapping may compute it lazily. In a single process without
+                `ParallelOptimizer`, positions that are not in the mapping are skipped.
             compute: Called on the owner rank only, for each matrix in `own`.
             device: Device of the computation. None: the device of the first value, or the CPU without values. A single
-                process without `ParallelOptimizer` computes on the device of each value. There, a GPU means that all
-                values are on it.
+                process without `ParallelOptimizer` computes on the device of each value; if you give a GPU there, all
+                values must be on it.
         Returns:
             An iterator of (position, shard of the result in the full tensor's dtype). Replicas are bitwise identical.
 

@@ -276,7 +276,7 @@ class LARS(WholeOptimizer):
             yield Update(slot, slot.param, {})
 
 
-# StableAdamW: AdamW with smaller steps for a tensor whose gradient is large against its second moment -----------------
+# StableAdamW: AdamW with smaller steps for a tensor whose gradient is large compared with its second moment -----------
 
 #     m <- b1' m + (1 - b1') g        v <- b2' v + (1 - b2') g^2        b' = b (1 - b^(t-1)) / (1 - b^t)
 #     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         RMS over the full tensor

@@ -31,7 +31,7 @@ from .exchange import Homes, Matrix, each
 from .optimizer import ADAMW, Slot, Update, WholeOptimizer, adamw_in_place, adamw_update, moments
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 
-# Newton-Schulz iteration: five steps of a polynomial that moves all singular values to about 1 ------------------------
+# Newton-Schulz iteration: five steps of a polynomial that moves singular values toward 1 ------------------------------
 
 #     X <- a X + (b A + c A A) X,  A = X X^T          matrix form: each step reads and writes all of X, [short, long]
 #     X <- Q X,  Q = P_3 P_2 P_1                      Gram form: three steps with [short, short] matrices,
@@ -93,7 +93,7 @@ def normalize(matrix: Tensor) -> Tensor:
     """
     if not matrix.numel():
         return matrix.clone()
-    largest = matrix.abs().amax() if matrix.dim() == 2 else _norm(matrix, inf)  # `_norm` makes no copy of the stack
+    largest = matrix.abs().amax() if matrix.dim() == 2 else _norm(matrix, inf)  # unlike abs(), makes no copy
     largest = largest.to(torch.promote_types(matrix.dtype, torch.float32))
     limit = frexp(torch.finfo(matrix.dtype).max)[1] - 1  # exponent of the dtype's largest power of two
     exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
@@ -127,8 +127,8 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Return the same as `on_matrix` except for rounding, with fewer operations if the long side is much longer.
 
-    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by their product. ``x`` is as in
-    `on_matrix`.
+    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by the product of these steps'
+    polynomials. ``x`` is as in `on_matrix`.
     """
     a, b, c = coefficients
     mm, addmm = _products(x)
@@ -508,8 +508,8 @@ class Muon(WholeOptimizer):
     def _scale(self, slot: Slot) -> float | Tensor:
         """Return the factor on a parameter's update, from ``adjust_lr_fn``.
 
-        It is a number. If the parameter's matrices have different factors, it is a tensor with a factor per element of
-        this rank's shard.
+        Return a number if all matrices of the parameter have the same factor. Otherwise, return a tensor with a factor
+        per element of this rank's shard.
         """
         if slot.position not in self._scales:
             tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]

@@ -78,7 +78,7 @@ class Slot:
 
     @property
     def is_batched(self) -> bool:
-        """Return True if fused kernels may step the tensor and its states together with others; see `batching`."""
+        """Return True if fused kernels may step the tensor and its states together with other tensors (`batching`)."""
         states = (value for value in self.state.values() if isinstance(value, Tensor))
         return batching.is_batched(self.param) and all(value.is_contiguous() for value in states)
 
@@ -113,11 +113,12 @@ class WholeOptimizer(torch.optim.Optimizer):
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
         skip_of: For each parameter whose missing gradient was replaced by zeros, a 0-dim flag: 1 if no rank has a gradient
-            of the full tensor. `UpdateEngine` sets it during a step. A parameter that is in no dict and has no gradient
-            must have none on any rank.
-        divides_gradients: True: `updates` uses `Slot.scaled_grad` on a GPU where it can, so `step` prepares no `Slot.grad`.
+            of the full tensor. `UpdateEngine` sets it during a step. If a parameter has no gradient and no flag, no
+            rank may have a gradient of its full tensor.
+        divides_gradients: True: on a GPU, `updates` divides gradients by the scale itself, so `step` does not compute
+            `Slot.grad` in advance.
         fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed together
-            with it, because these are other tensors on another number of ranks.
+            with it, because a different number of ranks would combine different tensors.
         not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name. None
             (default): a CUDA graph can capture it.
     """
@@ -281,7 +282,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and undo `bind`. If ranks hold shards, call `bind_all` afterwards.
 
-        `ParallelOptimizer.add_param_group` calls both.
+        `ParallelOptimizer.add_param_group` calls both methods.
         """
         super().add_param_group(param_group)
         self._tensors, self._frozen = None, set()
@@ -379,16 +380,16 @@ class WholeOptimizer(torch.optim.Optimizer):
             directions: One tensor per target, of its shape.
             rate: A number or a 0-dim tensor.
             decay: Weight decay. Default: 0.
-            grad_scale: 0-dim. The directions are first divided by it, in place unless the step is skipped. They must
-                then be contiguous and have the dtypes of the targets, and `batching.is_batched` must be True for all
-                targets. None: 1.
+            grad_scale: 0-dim. The directions are first divided in place by this number, unless the step is skipped.
+                They must then be contiguous and have the dtypes of the targets, and `batching.is_batched` must be True
+                for all targets. None: 1.
 
         Host synchronization: none if all tensors and ``found_inf`` are on one device.
         """
         fused: list[tuple[Tensor, Tensor]] = []
         for target, direction in zip(targets, directions, strict=True):
-            # torch's fused kernel ignores strides, so it needs contiguous tensors. On a CPU, some versions of torch
-            # leave half-precision tensors unchanged, so these are computed in float32 here, and rounded once.
+            # torch's fused SGD ignores strides, so it needs contiguous tensors. On a CPU, the fused SGD of some torch
+            # versions leaves half-precision tensors unchanged, so these are computed in float32 here, and rounded once.
             if batching.is_batched(target) or (target.is_cpu and target.is_contiguous() and not is_half(target)):
                 fused.append((target, direction.to(target.dtype).contiguous()))
             else:
@@ -424,7 +425,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                     self.write(slot.state["step"], slot.step.to(dtype))
 
     def _may_lack_gradient(self, param: Tensor) -> bool:
-        """Return True if no rank has a gradient of the full tensor, or if only the device knows whether one has."""
+        """Return True if no rank has a gradient of the full tensor, or if only a flag on the device shows this."""
         return param.grad is None or param in self.skip_of
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
@@ -433,8 +434,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         if len(pairs) != len(self.tensors.tensors):
             raise RuntimeError(
-                f"{type(self).__name__} has {len(self.tensors.tensors)} tensors, and this step has only {len(pairs)}; step "
-                "all tensors in one call, because other ranks wait in the collectives of the missing tensors"
+                f"{type(self).__name__} has {len(self.tensors.tensors)} tensors, but this step has {len(pairs)}; step all "
+                "tensors in one call, because other ranks wait in the collectives of the missing tensors"
             )
         for position, (group, param) in enumerate(pairs):
             if position in self._frozen or (alone and param.grad is None):
@@ -454,7 +455,7 @@ class _Kept:
 
     Args:
         slot: The shard. Its states may be changed in place, replaced or added by the step.
-        flag: 0-dim: restore if it is 1. None: restore always. If the step replaces or adds states, the host reads it.
+        flag: 0-dim: restore if it is 1. None: restore always. If the step replaces or adds states, the host reads the flag.
     """
 
     def __init__(self, slot: Slot, flag: Tensor | None) -> None:
@@ -534,8 +535,8 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
 def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> batching.PackedTensors:
     """Update Adam's moments in place, and return m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) for each slot.
 
-    It is AdamW's step from zeros with the learning rate -1. If ``found_inf`` is 1, moments do not change, and the
-    directions are zeros.
+    The directions are the result of an AdamW step on zeros with the learning rate -1. If ``found_inf`` is 1, moments do
+    not change, and the directions are zeros.
 
     Args:
         slots: Slots of one param group, device and dtype for which `Slot.is_batched` is True.
@@ -612,9 +613,9 @@ def adamw_update(slot: Slot) -> Update:
 
 # Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------
 
-# The owner rank stores the state of a matrix in the state of its first shard of the tensor. The key is
-# "<name>.<number of the matrix>", followed by ".<suffix>" if the matrix has several states of this name. The state
-# belongs to the full tensor, so a checkpoint contains it once. A load gives it to the owner rank in the new layout.
+# The owner rank of a matrix stores the state of the matrix in the state dict of this rank's first shard of the tensor.
+# The key is "<name>.<number of the matrix>", followed by ".<suffix>" if the matrix has several states of this name. The
+# state belongs to the full tensor, so a checkpoint contains it once. A load gives it to the owner rank in the new layout.
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 
@@ -672,9 +673,9 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Return {(tensor name, matrix number): rank that has the matrix's state}, gathered from all ranks.
+        """Gather from all ranks which rank has the state of each matrix: {(tensor name, matrix number): rank}.
 
-        ``own`` has the (tensor name, matrix number) pairs whose states this rank has.
+        ``own`` is this rank's contribution: one (tensor name, matrix number) pair per matrix state on this rank.
         """
         registry = self.tensors.registry
         if registry is None:
@@ -699,7 +700,7 @@ class HomeOptimizer(WholeOptimizer):
         }
 
     def own(self, slot: Slot) -> list[Matrix]:
-        """Return the matrices that this rank owns and whose states it stores in ``slot.state``.
+        """Return this rank's own matrices of the full tensor. Their states are in ``slot.state``.
 
         The list is empty unless ``slot`` is this rank's first shard of the full tensor.
         """
@@ -718,7 +719,7 @@ class HomeOptimizer(WholeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
-        """Return a function that maps a matrix that this rank owns to the slot whose ``state`` has its states."""
+        """Return a function from a matrix to the slot that stores its states. This rank must own the matrix."""
         by_position = {slot.position: slot for slot in slots}
         return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 
@@ -737,7 +738,7 @@ class StepsTaken:
     """
 
     def __init__(self) -> None:
-        # by position: the count on the GPU, its version counter, and its index in the copy of its device's counts
+        # {position: (step count on the GPU, version counter of this tensor, its index in `_copies[device]`)}
         self._seen: dict[int, tuple[Tensor, int, int]] = {}
         self._copies: dict[torch.device, Tensor] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}

@@ -179,8 +179,8 @@ class PreconditionedOptimizer(HomeOptimizer):
         longest: Name of the option that has this limit, such as "max_precond_dim".
         product_cost: Floating-point operations per step in the products of one side, divided by (number of elements x
             length of the side).
-        rounds_by_ranks: True: ``sum_order="fixed"`` rejects the optimizer, because a rank factors the matrices that it
-            owns together, so the rounding of results depends on the number of ranks.
+        rounds_by_ranks: True: ``sum_order="fixed"`` rejects the optimizer, because a rank factors together all
+            matrices that it owns, so the rounding of results depends on the number of ranks.
     """
 
     kept = ("blocks", "factor_dtype")
@@ -289,7 +289,7 @@ class PreconditionedOptimizer(HomeOptimizer):
             yield from chunks(indices, elements)
 
     def write_stack(self, targets: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
-        """Copy each tensor of a stack into a target, unless the step is skipped. ``old`` is the stack of the targets."""
+        """Copy each tensor of the stack ``new`` into a target, unless the step is skipped; ``old`` has the old values."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
             new = torch.where(self._skip_flag(found_inf, new.device), old, new)

@@ -298,9 +298,9 @@ class WholeTensors:
                 tensor, which must be equal on all ranks that step it. None: no metadata.
 
         Raises:
-            ValueError: On every rank: a region is unknown, because the shards have unequal sizes and no full shape is
-                declared, or are not those of `torch.chunk`; or the ranks' records of a full tensor contradict each
-                other, miss elements, or overlap on a rank (see `logical_tensors`).
+            ValueError: On every rank: a region is unknown, because shards of unequal sizes have no declared full shape,
+                or are not the shards of `torch.chunk`; or the ranks' records of a full tensor contradict each other,
+                miss elements, or overlap on a rank (see `logical_tensors`).
             Exception: On every rank: ``metadata`` raised on a rank. Other ranks raise the same type if it is
                 ValueError, TypeError or RuntimeError, else RuntimeError.
             RuntimeError: On every rank: ranks came here from different public calls of this library.
@@ -496,7 +496,7 @@ class WholeTensors:
     def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return by position the norms that need no collective, of tensors on a GPU, computed with few kernels.
 
-        Return none if ``values`` computes its tensors lazily, because all of them would be in memory together.
+        Return {} if ``values`` computes its tensors lazily, because all of them would be in memory together.
         """
         if not isinstance(values, dict):
             return {}
@@ -527,8 +527,8 @@ class WholeTensors:
         Returns:
             For each request the sum, float64, with the full tensor's number of dims and size 1 in the summed dims.
 
-        Collectives: one all-reduce per distinct set of ranks that step shards of a requested tensor. None for tensors
-            of which all these ranks hold all elements.
+        Collectives: one all-reduce per distinct set of ranks that step shards of a requested tensor. None for a tensor
+            if each of these ranks holds the full tensor.
         Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
             between the CPU and the GPU.
         """
@@ -634,7 +634,7 @@ class WholeTensors:
     def local_stack_sums(
         self, positions: Sequence[int], stack: Tensor, dims: tuple[int, ...], square: bool
     ) -> Sequence[Tensor]:
-        """Return this rank's part of the sum of each tensor of a stack over some dims, as `local_sum` does.
+        """Sum each tensor of a stack over some dims, and return this rank's part of each sum, as `local_sum` does.
 
         Args:
             positions: A list of `alike`.

@@ -253,7 +253,7 @@ def test_recorder_rejects_invalid_arguments_and_states(tmp_path: Path) -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters()), ProcessGroupRegistry(Topology()))
     with (
         Recorder(optimizer, tmp_path / "run.jsonl") as recorder,
-        pytest.raises(ValueError, match="no state of a Recorder"),
+        pytest.raises(ValueError, match="but no 'step'; give the result of Recorder"),
     ):
         recorder.load_state_dict({})
     with pytest.raises(ValueError, match="for 'int8'"):

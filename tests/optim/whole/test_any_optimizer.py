@@ -159,7 +159,7 @@ def test_whole_wrapper_rejects_unsupported_optimizers() -> None:
         (stepped, ValueError, "already has a state"),
         (whole(SignDescent([weight])), TypeError, "already steps full tensors"),
         (Modes([weight]), ValueError, r"train\(\) and eval\(\)"),
-        (Around([weight]), ValueError, "calls another optimizer, its attribute base"),
+        (Around([weight]), ValueError, "has another optimizer in its attribute base"),
         (nn.Linear(2, 2), TypeError, "not a plain torch optimizer"),
     ]
     for optimizer, kind, says in refused:

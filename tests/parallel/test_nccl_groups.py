@@ -234,7 +234,7 @@ def test_nccl_launch_order_set_by_user_is_kept(unordered: pytest.MonkeyPatch) ->
 
 
 def launch_orders() -> tuple[list[int], list[str | None]]:
-    """Return the default group's sequence numbers before three all-reduces, and the launch order over gloo and over NCCL."""
+    """Return the default group's sequence numbers before three all-reduces, and the launch order over gloo and NCCL."""
     group: Any = dist.group.WORLD
     counts = list[int]()
     for _ in range(3):

@@ -2,7 +2,7 @@
 
 Weights and norms must equal, up to rounding, those of a float64 model that is stepped per element (`dense_steps`).
 Replicas must be bitwise identical. A run resumes from a checkpoint with the same or with another setting. With the same
-setting, it must be bitwise identical to the uninterrupted run; with another setting, it must equal the model as above.
+setting, it must be bitwise identical to the uninterrupted run; with another setting, it must equal the float64 model.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Refuses:
         raise LookupError("no copies of this object")
 
 
-# Each entry prepares a call that raises on both ranks, with a text that the error has on both.
+# Each function below prepares a call that raises on both ranks.
 
 
 def optimizer_of_none(script: Script) -> Call:
@@ -157,7 +157,7 @@ def load_state(spoil: Callable[[dict[str, Any]], Any]) -> Callable[[Script], Cal
 
 
 def load_full_state(spoil: Callable[[dict[str, Any]], Any]) -> Callable[[Script], Call]:
-    """As `load_state`, without shards: no collective reads the states."""
+    """As `load_state`, but with replicated states, which are loaded without a collective."""
 
     def prepare(script: Script) -> Call:
         states = TorchStates(script.optimizer())
@@ -234,7 +234,7 @@ def factors(script: Script) -> Call:
 
 
 def clip(call: Callable[..., object], **wrong: Any) -> Callable[[Script], Call]:
-    """Call a function that clips or measures for the first time with this registry, so that ranks compare."""
+    """Call a function that clips or measures. It is the first call with this registry, in which ranks compare arguments."""
 
     def prepare(script: Script) -> Call:
         script.loss().backward()
@@ -473,7 +473,7 @@ def test_wrong_argument_check_fails_if_other_rank_gets_no_reply(world: World, tm
         check(outcomes, "ValueError: wrong")
 
 
-# Later calls of functions that clip: ranks no longer compare, so that only the norm shows the error of the other rank.
+# In later calls of `clip_grad_norm_`, ranks no longer compare arguments, so another rank's error only makes the norm NaN.
 
 LATER: dict[str, dict[str, Any]] = {
     "params": {"params": None},
@@ -509,7 +509,7 @@ def test_wrong_argument_of_later_clipping_makes_norm_nonfinite_on_other_rank(
     world: World, tmp_path: Path, wrong: str, rule: str
 ) -> None:
     if wrong == "max_norm" and rule == "rule":
-        pytest.skip("without its ClipState, a rank cannot know the collective of the others")
+        pytest.skip("without its ClipState, a rank cannot know which collective the other rank calls")
     results = world.run(2, make_later_call, LATER[wrong], rule, tmp_path)
     assert results[0] == ("", True, False)
     assert results[1][0].startswith(("TypeError", "ValueError"))

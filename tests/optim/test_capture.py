@@ -1,4 +1,4 @@
-"""Steps captured in a CUDA graph: replays give the results of steps. On the CPU, `CpuGraph` replaces the graph."""
+"""Steps captured in a CUDA graph: replays give the results of eager steps. On the CPU, `CpuGraph` replaces the graph."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_graph_replays_match_eager_steps_bitwise(name: str, before: int) -> None
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
 def test_graphs_of_earlier_and_of_last_micro_batch_match_eager_steps_bitwise(name: str) -> None:
-    """One graph repeats a micro-batch before the last, and one the last with the step. Each replay starts from the
-    weights and gradients that the previous replay left."""
+    """One graph runs a micro-batch before the last; another runs the last micro-batch and the step. Each replay starts
+    from the weights and gradients that the previous replay left."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
 

@@ -184,7 +184,7 @@ def test_capturing_monitor_call_raises() -> None:
 
 
 @pytest.mark.parametrize("warmed_up", [False, True])
-def test_capturing_micro_batch_requires_weight_tensor_used_before(warmed_up: bool) -> None:
+def test_capturing_weighted_micro_batch_requires_tensor_weight_and_earlier_eager_use(warmed_up: bool) -> None:
     run = run_of()
     if warmed_up:
         run.optimizer.backward(run.loss(run.batch(5)), weight=torch.tensor(2.0))

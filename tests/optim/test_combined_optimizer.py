@@ -1,4 +1,4 @@
-"""Several inner optimizers with one step: one norm, one step decision, one state, in every precision and placement."""
+"""A `ParallelOptimizer` of several inner optimizers has one norm, one step decision and one state."""
 
 from __future__ import annotations
 

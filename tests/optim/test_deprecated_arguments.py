@@ -202,7 +202,7 @@ def test_deprecated_exchange_argument_of_sharded_warns() -> None:
 
 
 class Counted(ParamTransform):
-    """A transform with the deprecated form of `step`, which gets the update only."""
+    """A transform with the deprecated form of `step`, which gets only the update."""
 
     updates = 0
 

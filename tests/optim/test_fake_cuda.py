@@ -1,4 +1,4 @@
-"""Complete steps on fake CUDA tensors: tensors stay on one device, and no step synchronizes with the host."""
+"""Complete steps on fake CUDA tensors: devices, host synchronizations, copies, collectives and kernel launches."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def waits_unsaid(log: Log, placed: str) -> list[str]:
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 
 
-# In these collectives, gloo copies CUDA tensors through pinned memory. It does not in send and recv. In coalesced
+# In these collectives, gloo copies CUDA tensors through pinned memory. It does not copy them in send and recv. In coalesced
 # collectives, which torch's functional collectives use, it would read device memory on the host.
 GLOO_COPIES = {
     f"c10d.{name}.default"
@@ -439,7 +439,7 @@ def test_monitor_on_cuda_does_not_synchronize_between_reports() -> None:
 
 
 def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of a capture, step `LAG` would wait for the event of an earlier step. The test captures steps from there."""
+    """Outside of a capture, step `LAG` would wait for the event of an earlier step. The test captures step `LAG`."""
     monitor_of = SkipMonitor.__init__
     with fake_cuda(collectives_on=CPU) as logging:
 
@@ -545,7 +545,7 @@ def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchroniza
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run has more steps than the cache `Constants` has entries."""
-    # The original would read memory that fake tensors do not have.
+    # The original method would read memory that fake tensors do not have.
     monkeypatch.setattr(SkipMonitor, "_earlier_counts", lambda monitor: (0, 0, 0, 0))
     with fake_cuda(collectives_on=CPU) as logging:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)

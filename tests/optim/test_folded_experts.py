@@ -1,4 +1,4 @@
-"""Experts on another mesh of the same ranks: the axes of the topology refine both meshes, and aliases name them."""
+"""Experts on another mesh of the same ranks. Aliases of the topology join its axes to the axes of both meshes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         self.dense = nn.Parameter(dense)
         self.experts = nn.Parameter(shard(experts, P("expert"), registry))
         annotate(self.dense, P(partial="tensor"), "dense")
-        # If an expert is replicated over tensor ranks, each of them has processed a part of its tokens.
+        # If an expert is replicated over tensor ranks, each of these ranks has processed a part of the expert's tokens.
         beside = tuple(axis for axis in ("tensor",) if axis not in registry.topology.expand_aliases("expert"))
         annotate(self.experts, P("expert", partial=beside), "experts")
 

@@ -101,7 +101,7 @@ def test_ranks_with_different_parameters_become_pipeline_stages(world: World) ->
 
 
 def weighted_error(names: tuple[str, ...] | None, role: str | None) -> tuple[float, str]:
-    """Train `fully_shard` layers with a token weight per rank that differs from the second step on.
+    """Train `fully_shard` layers with micro-batch weights that differ between ranks from the second step on.
 
     Return the largest difference from the dense parameters, and the topology.
     """
@@ -150,7 +150,7 @@ def test_fully_shard_over_axis_with_model_role_differs_from_weighted_mean(world:
         assert error > 1e-3
 
 
-def test_for_model_without_process_group_rejects_what_is_no_module() -> None:
+def test_for_model_without_process_group_rejects_none_as_model() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with pytest.raises(TypeError, match=r"the model is a NoneType; give the nn\.Module that has the parameters"):
         ParallelOptimizer.for_model(cast(Any, None), sgd)

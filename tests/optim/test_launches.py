@@ -1,4 +1,4 @@
-"""Kernel launches of a warm step, counted on fake CUDA tensors: no more than torch's clipping and step."""
+"""Kernel launches of a warm step, counted on fake CUDA tensors."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ CASES = [(layout, "whole") for layout in ("tensor", "grid", "pipe, tied", "data 
 CASES += [("data x tensor", "ZeRO-2"), ("tensor", "offload")]
 
 
-def test_lion_matches_dense_update_on_every_layout(world: World) -> None:
+def test_lion_matches_dense_update_on_several_layouts_and_state_placements(world: World) -> None:
     calls = [
         (LAYOUTS[layout].topology.world_size, (LAYOUTS[layout], [lion], STATES[states], 6)) for layout, states in CASES
     ]

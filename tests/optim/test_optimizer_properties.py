@@ -67,14 +67,14 @@ def test_micro_batches_property_counts_since_last_step() -> None:
     assert optimizer_of(model_of()).accumulation_steps is None
 
 
-def test_not_local_returns_one_reason_per_argument_that_averages_gradients() -> None:
+def test_not_local_returns_one_reason_per_argument_that_prevents_local_gradients() -> None:
     assert optimizer_of(model_of()).not_local() == []
     (overlap,) = optimizer_of(model_of(), overlap=True).not_local()
     assert overlap.startswith("overlap=True averages gradients")
     (other,) = optimizer_of(model_of(), average_data=False).not_local()
     assert other.startswith("other code averages gradients (average_data=False)")
-    names = " ".join(optimizer_of(model_of(), states=Sharded("data", gradients=True)).not_local())
-    assert "Sharded(gradients=True) averages gradients while backward runs" in names
+    (sharded,) = optimizer_of(model_of(), states=Sharded("data", gradients=True)).not_local()
+    assert sharded.startswith("Sharded(gradients=True) averages gradients while backward runs")
 
 
 def test_clip_grads_clips_once_by_max_norm() -> None:

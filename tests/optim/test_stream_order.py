@@ -96,7 +96,7 @@ class Training:
                 return end.value  # type: ignore[no-any-return]
 
     def iterate(self, device: torch.device) -> Generator[None, None, tuple[list[Tensor], list[float], int]]:
-        """Yield after each step. The value at the end is that of `run`."""
+        """Yield after each step, and return the value of `run`."""
         params = [
             nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).to(device, self.dtype)) for shape in SHAPES
         ]
@@ -177,7 +177,7 @@ ON_TWO_RANKS: dict[str, Training] = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloaded parameters form several buckets, with one or two parameters each."""
+    """Make offloaded parameters form several buckets, with one or two parameters each."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 160)
 
 
@@ -227,7 +227,7 @@ def test_models_on_two_simulated_gpus_have_no_unordered_stream_access(
 
 @dataclass(frozen=True)
 class Defect:
-    """A change of the library's code that removes an order.
+    """A change of the library's code that breaks a synchronization.
 
     Args:
         owner: The class.
@@ -317,7 +317,7 @@ def test_simulation_finds_planted_stream_synchronization_defect(name: str, monke
     defect = DEFECTS[name]
     defect.plant(monkeypatch)
     monkeypatch.setattr(skips, "LAG", 3)
-    with using("torch"):  # C loops read memory without torch operators, which the simulation records
+    with using("torch"):  # the simulation records torch operators, and C loops use none
         findings = findings_of((RUNS | ON_TWO_RANKS)[defect.run])
     assert findings
     assert all(re.match(defect.finding, finding) for finding in findings), findings
@@ -351,7 +351,7 @@ def test_offloaded_transfers_overlap_with_each_other_and_with_the_update(monkeyp
     for step in range(OFFLOADED.steps):
         *first, last = waited[step * per_step : (step + 1) * per_step]
         assert first == [(False, False)] * (per_step - 1)
-        assert last == (True, False)  # no download follows the last bucket's
+        assert last == (True, False)  # no download follows that of the last bucket
 
 
 def test_step_counts_allocate_pinned_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,8 +445,8 @@ def test_simulation_finds_planted_synchronization_defect_of_step_counts(
 def test_simulation_finds_planted_synchronization_defect_of_host_decision(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test makes the copy alone: in a step, an offloaded bucket also waits for its gradients, which arrive after the
-    decision, so that the defects have no effect."""
+    """The test copies a decision outside of a step. In a step the defects have no effect, because an offloaded bucket also
+    waits for its gradients, which arrive after the decision."""
 
     def findings() -> list[str]:
         with simulated_cuda() as simulation:

@@ -1,4 +1,4 @@
-"""Every torch optimizer with every argument, stepped in a `ParallelOptimizer` as torch's own tests do without it."""
+"""Optimizers of torch, stepped in a `ParallelOptimizer` in the situations that torch's own tests cover."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_param_groups_keep_their_own_options(wrap: Wrap, name: str) -> None:
         try:
             plain = run(kind, wrapped=False)
         except KeyError as error:
-            pytest.skip(f"torch {torch.__version__}'s {name} can't step a group that was added: no {error}")
+            pytest.skip(f"torch {torch.__version__}'s {name} can't step a group that was added (KeyError: {error})")
         assert same(run(kind, wrapped=True), plain), kind
 
 

@@ -92,7 +92,7 @@ NEW_FLAGS = ("maximize", "foreach", "fused", "capturable", "differentiable", "de
 
 @every_name
 def test_state_dicts_of_older_torch_versions_load_as_in_torch(wrap: Wrap, name: str) -> None:
-    """Such state dicts lack newer flags, and their step counts are Python numbers."""
+    """State dicts of older versions lack newer flags, and their step counts are Python numbers."""
 
     def run(kind: Kind, wrapped: bool) -> list[Any]:
         model = Net(kind.name)

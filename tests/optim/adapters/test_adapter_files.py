@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files load onto any layout of the layers of meshstep."""
+"""Adapters that meshstep saves in PEFT's format load onto other layouts of the same model, and into PEFT."""
 
 from __future__ import annotations
 

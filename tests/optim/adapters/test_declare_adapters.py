@@ -124,10 +124,10 @@ def test_declare_adapters_derives_lora_factor_specs_that_prove_accepts(world: Wo
         (("", "summed twice"), "3.A", "counted several times"),
     ],
 )
-def test_prove_names_lora_factors_whose_gradient_sum_is_missing_or_doubled(
+def test_prove_names_adapter_factor_whose_gradient_sum_is_missing_or_doubled(
     world: World, wrong: tuple[str, str], name: str, cause: str
 ) -> None:
-    """The gradient of a factor is not summed over the tensor ranks, or summed twice, as in published adapters."""
+    """The gradient of a factor is not summed over the tensor ranks, or summed twice, as in some third-party adapters."""
     for _, proof, audited, _ in world.run(2, proved, wrong):
         found = {finding.name: finding for finding in proof.findings}
         assert name in found, proof
@@ -233,15 +233,15 @@ def stepped(wrong: tuple[str, str], rules: dict[str, P]) -> str:
         return "no error"
 
 
-def test_step_error_names_lora_factor_whose_gradient_is_not_summed(world: World) -> None:
-    """The second step compares again: in the first, the gradient of A is zero on all ranks, because B is zero."""
+def test_step_error_names_adapter_factor_whose_gradient_is_not_summed(world: World) -> None:
+    """Only the second step finds the difference: in the first step B is zero, so the gradient of A is zero on all ranks."""
     for error in world.run(2, stepped, ("no sum", ""), {}):
         assert error.startswith("step 1: "), error
         assert "1.A: the gradient differs along axis 'tensor'" in error
     assert world.run(2, stepped, ("", ""), {}) == ["no error"] * 2
 
 
-def test_first_step_error_names_sharded_lora_factor_declared_as_replicated(world: World) -> None:
+def test_first_step_error_names_sharded_adapter_factor_declared_as_replicated(world: World) -> None:
     """With this spec, a checkpoint would contain only one rank's rows of B."""
     for error in world.run(2, stepped, ("", ""), {"1.B": P()}):
         assert error.startswith("step 0: "), error

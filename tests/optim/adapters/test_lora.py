@@ -88,7 +88,7 @@ DROPOUTS = {
 
 
 def trained_with_dropout(layout: str, options: Options) -> tuple[Weights, list[float], Weights]:
-    if layout == "gathered outputs":  # with one data rank, which draws the mask of all samples
+    if layout == "gathered outputs":  # without data ranks: the dropout mask is drawn for all samples
         with mock.patch.dict(LAYOUTS, {layout: LAYOUTS[layout]._replace(topology={"tensor": 2})}):
             return trained(layout, options)
     return trained(layout, options)
@@ -268,7 +268,7 @@ def test_add_lora_rejects_second_adapter_and_unknown_target_without_changes() ->
 
 
 def test_add_lora_that_fails_at_a_later_layer_changes_nothing() -> None:
-    """The second layer is not declared, and the layer of experts has hooks of its adapter by then."""
+    """Adding fails at `norm`. The adapter of `experts` has registered hooks by then."""
     registry = ProcessGroupRegistry(Topology())
     model: Any = nn.Module()
     model.experts = nn.Module()

@@ -1,4 +1,4 @@
-"""LoRA on experts: each rank has other experts, as modules of its own or in one parameter."""
+"""LoRA on experts: each rank holds different experts, as separate modules or stacked in one parameter."""
 
 from __future__ import annotations
 
@@ -326,7 +326,8 @@ def test_lora_training_of_stacked_experts_resumes_on_another_layout(world: World
 
 
 def grouped_checks(folder: str) -> tuple[dict[str, P], Weights, Proof, list[Weights], str]:
-    """Return specs and start of the factors, their proof, the weights before, while and after a merge, and an error."""
+    """Return the specs, the initial values and the proof of the factors, the base weights before, during and after a
+    merge, and the error of merging with a wrong spec."""
     with grouped_registry("expert and tensor") as registry:
         model = grouped_model("expert and tensor", registry, zero=True)
         start, specs = full_weights(model, registry), declare_adapters(model, registry)
@@ -378,7 +379,7 @@ def test_lora_of_stacked_experts_is_proved_merged_and_saved_correctly(world: Wor
             assert all(torch.equal(found[name], value) for name, value in factors.items())
 
 
-def test_lora_of_stacked_experts_rejects_unsupported_options() -> None:
+def test_lora_of_stacked_experts_rejects_unsupported_options_and_targets() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         for key, value in (("use_dora", True), ("dropout", 0.1)):
             options: Any = {key: value}

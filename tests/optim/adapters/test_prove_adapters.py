@@ -169,7 +169,7 @@ DECLARED = {"up.lora_B": P("tensor"), "down.lora_A": P(None, "tensor"), "up.lora
         ("up.lora_magnitude_vector", P(), False),
     ],
 )
-def test_lora_factor_spec_that_contradicts_base_layer_is_rejected(
+def test_merge_save_and_load_reject_lora_factor_spec_that_contradicts_base_layer(
     world: World, tmp_path: Path, name: str, spec: P, accepted: bool
 ) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
@@ -184,7 +184,7 @@ def test_lora_factor_spec_that_contradicts_base_layer_is_rejected(
 
 
 def proposed(name: str) -> tuple[P, dict[str, P | None]]:
-    """Return the derived spec of a factor, and what `prove` proposes after it was declared replicated."""
+    """Return the derived spec of a factor, and the specs that `prove` proposes if the factor is declared replicated."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = adapted("tensor", registry, Options(("up", "down")))
         derived = spec_of(model.get_parameter(name))

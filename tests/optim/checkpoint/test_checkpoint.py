@@ -196,7 +196,7 @@ Layout = tuple[Axes, Specs, "str | None"]
 
 @st.composite
 def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P:
-    """Return ``spec`` with random dims in blocks, chosen from dims that one axis shards and that the blocks divide."""
+    """Return ``spec`` with some dims sharded in blocks: dims that one axis shards and whose length the blocks divide."""
     entries = []
     for dim, length in enumerate(shape):
         over = spec.dim_axes(dim)

@@ -1,4 +1,4 @@
-"""Processes killed with SIGKILL during training or saving: the resumed run ends bitwise identical."""
+"""A run killed with SIGKILL during training or saving resumes, and ends bitwise identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from killable import SAVE_AGAIN_AT, SAVE_AT, STEPS, Plan
 from world import forkserver
 
-TIMEOUT = 300.0  # torchrun starts its ranks three times, more than a minute on a busy machine
+TIMEOUT = 300.0  # torchrun starts its ranks up to three times, which takes over a minute on a busy machine
 RANKS = 2
 
 

@@ -163,7 +163,7 @@ def test_merging_expert_without_state_fills_zeros_and_warns(world: World, tmp_pa
 
 
 def test_merging_experts_treats_state_of_skipped_step_as_no_state(world: World, tmp_path: Path) -> None:
-    """If it counted, its 0 steps would be the lowest count, and all bias corrections would restart."""
+    """If that state counted, its 0 steps would be the lowest count, and all bias corrections would restart."""
     busy, idle = world.run(2, save, tmp_path, "AdamW, fused", 0, FIRST - 1)
     assert (busy["step"], idle["step"]) == (5, 0)
     (found,) = load(tmp_path, ONE, "AdamW, fused", r"weight \(no state yet\)")

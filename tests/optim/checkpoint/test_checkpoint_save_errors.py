@@ -1,4 +1,4 @@
-"""Unsupported and failed saves: the previous checkpoint stays."""
+"""Unsupported and failed saves raise, and the previous checkpoint stays."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def in_groups(path: Path, axes: Axes, save: bool) -> dict[str, tuple[float, list
     }
 
 
-def test_param_groups_of_a_single_pipeline_stage_are_restored(world: World, tmp_path: Path) -> None:
+def test_param_group_that_only_one_pipeline_stage_has_is_restored(world: World, tmp_path: Path) -> None:
     first, second = world.run(2, in_groups, tmp_path, STAGES, True)
     assert second["c"] == (0.25, [98.5, 98.5], [2.0, 2.0])
     assert world.run(2, in_groups, tmp_path, STAGES, False) == [first, second]

@@ -1,4 +1,4 @@
-"""Fused weights (gate and up in one matrix; q, k and v in another) on any number of tensor-parallel ranks.
+"""Fused weights (gate and up in one matrix; q, k and v in another) on 1, 2 and 4 tensor-parallel ranks.
 
 The reference is the dense model in one process: torch's linear layers, AdamW and `clip_grad_norm_`. The parallel model
 is saved and loaded into another layout every few steps.

@@ -116,10 +116,10 @@ def continued(kind: str, path: str, in_background: bool) -> None:
         model, optimizer = built(registry, kind)
         train(model, optimizer, 0, 3)
         optimizer.zero_grad()
-        # DCP cannot reshard plain sharded parameters, so each rank keeps its own copy.
+        # DCP cannot reshard plain sharded parameters, so each rank keeps a copy of its shards.
         weights = copy.deepcopy(model.state_dict())
         saved = {"optim": saved_of(model, optimizer)["optim"]}
-        if in_background:  # in a group of its own, because its collectives run beside those of the steps
+        if in_background:  # in a separate process group, because the steps issue collectives meanwhile
             group: Any = dist.new_group(backend="gloo")
             writing = dcp_async_save(saved, checkpoint_id=path, process_group=group)
         else:

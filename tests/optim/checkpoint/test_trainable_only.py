@@ -1,4 +1,4 @@
-"""Checkpoints of the trainable parameters only, loaded onto frozen parameters from elsewhere, in any layout."""
+"""Checkpoints of only the trainable parameters load into models that already have the frozen ones, in any layout."""
 
 from __future__ import annotations
 

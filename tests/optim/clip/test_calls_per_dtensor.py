@@ -32,7 +32,7 @@ def function_calls(params: list[nn.Parameter]) -> int:
 
 def first_and_warm(counts: tuple[int, ...]) -> list[tuple[int, int]]:
     every = [params_on_two_meshes(count) for count in counts]
-    function_calls(every[0])  # imports, and caches of the process
+    function_calls(every[0])  # warms up imports and process-wide caches
     return [(function_calls(params), function_calls(params)) for params in every[1:]]
 
 

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` without a `ParallelOptimizer`: the options of torch's function that it replaces."""
+"""`clip_grad_norm_` and `global_norm` as functions: arguments, changing parameter lists, and collectives."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_norm_type_below_one_is_rejected_with_reason(norm_type: float) -> None:
 
 
 def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:
-    """Pass the same parameter in every call on rank 0 and a new one on rank 1, and no parameters in the third call.
+    """Return the norms of three calls.
 
-    Return the norms.
+    The first two calls get the same parameter on rank 0, and a new parameter each on rank 1. The third gets none.
     """
     found = []
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
@@ -176,7 +176,7 @@ def measured_by_each_function(reduction: Reduction) -> dict[str, tuple[float, di
 def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
     world: World, reduction: Reduction, count: int
 ) -> None:
-    """With "per_group" one all-reduce sums the bucket of the split weight, and one sums the buckets of all ranks."""
+    """With "per_group", one all-reduce sums the powers of the split weight, and one sums the non-finite flags."""
     for found in world.run(2, measured_by_each_function, reduction):
         for name, (norm, seen) in found.items():
             assert norm == pytest.approx(157.0), name  # (3, 4, 12, 84, 132)
@@ -184,7 +184,7 @@ def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
 
 
 def norm_beside_a_wrong_call(norm_type: float) -> str:
-    """Measure twice; in the second call, rank 0 gives a parameter that is no tensor."""
+    """Measure twice; in the second call, rank 0 passes an empty tuple instead of a parameter."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         weight = nn.Parameter(torch.ones(3))
         annotate(weight, P(), "weight")

@@ -1,4 +1,4 @@
-"""Every clipping rule on every layout and state placement gives the results of the dense model in one process."""
+"""Clipping rules give the results of a dense model in one process, on many layouts and state placements."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
         smaller = clip(gradients, dense.weights)
         clipped.append(any(not torch.allclose(smaller[key], gradients[key]) for key in gradients))
         dense.step(smaller)
-    assert {True, False} <= set(clipped), f"{label}: it must clip in some steps but not in all: {clipped}"
+    assert {True, False} <= set(clipped), f"{label}: the rule must clip in some steps but not in all: {clipped}"
     for rank, one in enumerate(told):
         assert one.bits == told[0].bits, f"{label}: ranks 0 and {rank} report different bits"
         assert one.norms == pytest.approx(norms, rel=1e-6), f"{label}: norms of rank {rank}"
@@ -276,7 +276,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rules_without_names_or_saved_state_match_dense_model_in_every_configuration(world: World, name: str) -> None:
+def test_rules_match_dense_model_in_every_configuration(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
@@ -348,7 +348,7 @@ def test_every_rule_needs_one_collective_per_step(world: World) -> None:
             assert counts == [expected, expected], label
 
 
-def test_rules_issue_same_collectives_as_rule_that_does_not_clip(world: World) -> None:
+def test_rules_of_finite_norm_type_issue_same_collectives_as_rule_that_does_not_clip(world: World) -> None:
     config = CONFIGS["data x tensor"]
     rules = [rule for rule in RULES.values() if rule.norm_type != inf]
     for by_rule in world.run(4, counted, config, [Unclipped(), *rules]):
@@ -540,7 +540,7 @@ def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None
 
 
 def late_group_threshold(rule: Clip) -> tuple[str, list[float]]:
-    """Set ``max_norm`` of a param group on rank 1 in the second step. Return its error, and the flag `skipped` per step."""
+    """Set ``max_norm`` of a param group on rank 1 in the second step. Return the error, and `skipped` per step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)
         declare(model, {"*": P()})
@@ -762,7 +762,7 @@ def stepped_gradients(drawn: list[Random]) -> list[tuple[list[Tensor | None], by
                     weights_of(case, index, case.stage_of(rank)), case.params[index].spec, case.topology, rank
                 )
                 param.data.copy_(weight)
-                if param.grad is not None:  # the step sums it over these ranks, so each rank gets an equal part
+                if param.grad is not None:  # the step sums partial and tied gradients over ranks
                     param.grad /= case.topology.size(*case.params[index].spec.partial) * tied_holders(case, index)
             groups: Any = [{"params": [q for name, q in named if int(name[1:]) % 2 == group]} for group in range(2)]
             optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.0), registry, max_norm=one.rule)

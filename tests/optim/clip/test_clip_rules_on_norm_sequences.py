@@ -1,7 +1,7 @@
-"""Stateful rules and named groups on random sequences of norms: every layout must follow the formulas of the papers.
+"""Stateful rules and named groups follow the formulas of their papers on random norm sequences and several layouts.
 
 The gradients are set by `tests/harness/planted.py`. `trace` multiplies them by a random factor per step, and by a larger
-one in steps with a spike. The reference (`tests/harness/dense_rules.py`) computes in Python numbers in one process, from
+one in steps with a spike. The reference (`tests/harness/dense_rules.py`) computes with Python floats in one process, from
 the norms of the dense model in float64.
 """
 
@@ -196,7 +196,7 @@ def expected(rule: Clip, config: Config) -> Expected:
 
 
 def key_of(name: str) -> Key:
-    """Return the key of a logical parameter name, with the stage if stages have different parameters of that name."""
+    """Return (name, stage) of a parameter name such as "up@pipe=1"; the stage is 0 without a suffix."""
     plain, _, stage = name.partition("@")
     return plain, int(stage.rpartition("=")[2] or 0)
 

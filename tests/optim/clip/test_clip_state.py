@@ -326,7 +326,7 @@ def test_stats_list_unclipped_groups(rule: Any, unclipped: tuple[str, ...]) -> N
 
 
 def norms_by_name() -> dict[str, float]:
-    """Return the norms of a parameter of the last stage, a tied parameter and parameters that each stage has."""
+    """Return the norm per pattern. The patterns match a parameter of one stage, tied parameters, and all others."""
     layout = LAYOUTS["pipe, tied"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
@@ -397,7 +397,7 @@ def clipped_alone(name: str) -> dict[str, list[Any]]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied"])
-def test_clip_grad_norm_accepts_every_rule_and_matches_optimizer(world: World, name: str) -> None:
+def test_clip_grad_norm_with_clip_state_matches_optimizer(world: World, name: str) -> None:
     by_rank = world.run(LAYOUTS[name].topology.world_size, clipped_alone, name)
     assert all(told == by_rank[0] for told in by_rank)
 
@@ -568,7 +568,7 @@ class LongestOfEach(Clip):
         return ClipResult(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
 
 
-def test_custom_rule_raises_without_decide_or_initial_state() -> None:
+def test_custom_rule_without_decide_or_with_state_missing_in_initial_raises() -> None:
     with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):

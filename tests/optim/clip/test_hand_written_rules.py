@@ -1,6 +1,6 @@
 """Clip rules that 14 repositories wrote by hand for models on several device meshes.
 
-Each test builds a layout that the repository clips, and applies the repository's rule, written anew from its description.
+Each case builds a layout that the repository clips, and applies the repository's rule, written anew from its description.
 Where the rule once had a mistake, the rule here has it too, and the test asserts the wrong norm that follows from it.
 `clip_grad_norm_` without a registry must give the norm of the dense gradients.
 """
@@ -103,7 +103,7 @@ def stages(model: Model) -> Meshes:
 
 
 def experts_on_slice(model: Model) -> Meshes:
-    """Make dense parameters over all ranks, and DTensors of each rank's experts on a mesh that lacks the dim `ep`."""
+    """Shard dense parameters over all ranks, and shard each rank's own experts on a mesh that lacks the dim `ep`."""
     from torch.distributed.tensor import Shard
 
     dp, moe = mesh_of((4,), ("dp",)), mesh_of((2, 2), ("ep", "ep_shard"))
@@ -170,7 +170,7 @@ def fsdp(model: Model) -> Meshes:
 
 
 def fsdp_beside_plain(model: Model) -> Meshes:
-    """Make parameters of `fully_shard`, and one plain parameter."""
+    """Shard two parameters with `fully_shard`, and add one plain parameter."""
     model.fully_shard(mesh_of((4,), ("fsdp",)), "weight", "head")
     model.add("norm")
     return {}
@@ -183,7 +183,7 @@ def flattened(model: Model) -> Meshes:
 
 
 def plain_replicas(model: Model) -> Meshes:
-    """Make replicas by a wrapper with a shard mesh of size 1. Their gradients differ, because no rank averages them."""
+    """Add plain replicas, as a wrapper with a shard mesh of size 1 does. No rank averages gradients, so they differ."""
     mesh = mesh_of((4, 1), ("ddp", "fsdp"))
     for name in ("weight", "norm"):
         model.add(name, gradient=dense(name) * unsynchronized(dist.get_rank()))
@@ -196,7 +196,7 @@ def unsynchronized(rank: int) -> float:
 
 
 def one_sharded_dim(model: Model) -> Meshes:
-    """Shard each parameter over one mesh dim, on a mesh of its own, and replicate it over the others."""
+    """Shard each parameter over at most one dim of its mesh, and replicate it over the other dims."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, experts = mesh_of((2, 2), ("dp_replicate", "dp_shard")), mesh_of((2, 2), ("edp", "ep"))
@@ -477,7 +477,7 @@ REPOSITORIES = {
         "pull request 2900",
         fsdp,
         ("weight", "norm", "head", "tiny"),
-        "The reported largest gradient is that of this rank's shards.",
+        "The reported largest gradient is the largest of this rank's shards only.",
         largest_of_own_shard,
         norm_of_own_shards("weight", "norm", "head", "tiny", norm_type=inf),
         norm_type=inf,

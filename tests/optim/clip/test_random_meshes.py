@@ -1,9 +1,9 @@
-"""Clipping without a registry on random models of DTensors, against the norm of the dense gradients.
+"""Clipping without a registry on random models of DTensors matches the norm of the dense gradients.
 
 The models have several meshes, submeshes, flattened mesh dims, strided and uneven shards, pipeline stages, experts
 declared over a mesh dim that their own mesh lacks, plain tensors, sharded parameters whose gradient is a replicated
 DTensor, and missing gradients.
-``tests/benchmarks/random_cases.py clip`` runs 1,000 of them.
+``tests/benchmarks/random_cases.py clip`` runs 1,000 such models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def problems_of_meshes(world: World, drawn: Sequence[MeshCase]) -> list[list[str
         for rank, (norms, errors) in enumerate(reports):
             # The norm is summed in float64 from values that are exact in the dtype of the gradients.
             problems += [
-                f"rank {rank}: norm {one} for {norm}" for one in norms if not isclose(one, norm, rel_tol=1e-11)
+                f"rank {rank}: norm {one}, expected {norm}" for one in norms if not isclose(one, norm, rel_tol=1e-11)
             ]
             problems += [f"rank {rank}: gradients {error:.1e} off" for error in errors if error > ROUNDING[case.dtype]]
         found.append(problems)

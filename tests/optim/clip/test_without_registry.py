@@ -72,7 +72,7 @@ def test_norm_of_dtensors_equals_dense_norm(world: World, name: str, norm_type: 
 
 @pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "experts_on_another_mesh"])
 def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: str) -> None:
-    """Control: on these layouts of the test above, `torch.nn.utils.get_total_norm` raises."""
+    """On these layouts of `test_norm_of_dtensors_equals_dense_norm`, torch's `get_total_norm` raises."""
     assert all("Error" in torchs for *_, torchs in world.run(4, norms, name, 2.0))
 
 
@@ -186,7 +186,8 @@ def test_norm_without_registry_does_not_depend_on_roles_of_mesh_dims(world: Worl
 
 
 def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) -> list[_View]:
-    """Return the views of 12 ranks. A mesh dim is given as (name, size, stride)."""
+    """Return the `_View` of each of 12 ranks. ``meshes`` are the dims of the DTensors' mesh, ``sliced_off`` is a dim of
+    the root mesh that the DTensors' mesh lacks, each as (name, size, stride)."""
 
     def dim_at(rank: int, name: str, size: int, stride: int) -> Dim:
         first = rank - rank // stride % size * stride
@@ -195,8 +196,9 @@ def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) ->
     return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], [], ()) for rank in range(12)]
 
 
-def test_root_mesh_dim_becomes_topology_axis_only_if_strides_nest() -> None:
-    """Twelve ranks as (6, 2), with DTensors on the slice of stride 2, and as (4, 3): the strides 2 and 3 do not nest."""
+def test_root_mesh_dim_becomes_topology_axis_only_if_it_forms_a_mesh_with_dtensor_dims() -> None:
+    """The DTensors' mesh dim has size 6 and stride 2 on 12 ranks. With a dim of size 2 and stride 1 it forms a (6, 2)
+    mesh; with a dim of size 3 and stride 1 it forms no mesh."""
     nesting = _topology(views_of(("a", 6, 2), sliced_off=("b", 2, 1)), any_roles=True)
     assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))
     other = _topology(views_of(("a", 6, 2), sliced_off=("c", 3, 1)), any_roles=True)

@@ -1,4 +1,4 @@
-"""Accumulation windows, by `no_sync` or `accumulation_steps`: averaging, weights, last windows, clearing of gradients."""
+"""Accumulation windows by `no_sync` or `accumulation_steps`: averaging, weights, short last windows, cleared gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: str, options: dict[str, Any]) -> Any:
-    """Run 20 windows of ``micro`` equal micro-batches. Return the full parameters and the all-reduces per `step`."""
+    """Run 20 accumulation windows. Return the full parameters, and the number of all-reduces in `step` per window."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)
@@ -93,7 +93,8 @@ class Bag(nn.Module):
 
 
 def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int], ...]) -> tuple[float, Tensor]:
-    """Run one window with ``counts[data rank][micro-batch]`` rows. Return the norm and the gradient of the head."""
+    """Run one accumulation window with ``counts[data rank][micro-batch]`` rows. Return the global norm and the head's
+    weight gradient."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         model = Bag()
         optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=1e6)
@@ -104,7 +105,7 @@ def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int],
             part = ids[start : start + count]
             start += count
             if weighted:
-                # A weight may be a device tensor, which must not be read.
+                # A weight may be a device tensor, which the host must not read.
                 optimizer.backward(model(part), weight=torch.tensor(float(count)) if index % 2 else count)
             else:
                 optimizer.backward(model(part) / max(count, 1) / len(counts[mine]))
@@ -125,7 +126,7 @@ def dense_window(total: int) -> tuple[float, Tensor]:
 UNEQUAL = [[5, 1, 2], [1, 1, 9]]
 
 
-@pytest.mark.default_cases(3)  # only on the mesh with a tensor axis do several ranks give the weight of one micro-batch
+@pytest.mark.default_cases(3)  # with a tensor axis, several ranks pass the weight of the same micro-batch
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
 def test_weighted_micro_batches_give_mean_over_all_samples(world: World, axes: tuple[tuple[str, int], ...]) -> None:
     norm, gradient = dense_window(19)
@@ -197,7 +198,7 @@ def test_accumulation_steps_with_shorter_last_window_match_torch(
     torch.testing.assert_close(model.weight, dense.weight, rtol=1e-6, atol=1e-9)
 
 
-def test_parameter_used_in_one_of_two_micro_batches_gives_norm_of_dense_model() -> None:
+def test_norm_matches_dense_model_if_parameter_is_used_in_one_of_two_micro_batches() -> None:
     model, optimizer = linear(accumulation_steps=2)
     data = samples(4)
     model.bias.requires_grad_(False)
@@ -234,7 +235,7 @@ def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
         optimizer.backward(loss)
 
 
-def test_zero_grad_of_optimizer_within_window_is_ignored_and_of_model_raises() -> None:
+def test_optimizer_ignores_zero_grad_within_window_and_raises_after_model_zero_grad() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
     optimizer.zero_grad()  # has no effect within a window
@@ -245,7 +246,7 @@ def test_zero_grad_of_optimizer_within_window_is_ignored_and_of_model_raises() -
 
 
 def cleared_under_zero_2() -> str:
-    """Clear a gradient that ZeRO-2 does not shard between two micro-batches, and return the error."""
+    """Between two micro-batches, clear a gradient that ZeRO-2 does not shard. Return the error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.ParameterDict({"same": nn.Parameter(torch.ones(4)), "split": nn.Parameter(torch.ones(4))})
         declare(model, {"same": P(), "split": P("data")})

@@ -22,8 +22,9 @@ from world import World
 from zero_models import BOTH, DATA2, ZERO1, ZERO2, Axes, difference, size_of
 
 ROWS = 60
-# Number of windows. Each length occurs at least twice, the second time with momentum. The effect of a lost or
-# miscounted micro-batch is largest in the first steps, but so is bfloat16 rounding, because biases start at 0.
+# Number of accumulation windows: at least two of each length, of which the later ones start with non-zero momentum.
+# The effect of a lost or miscounted micro-batch is largest in the first steps. bfloat16 needs more steps, because its
+# rounding errors also are largest there: biases start at 0.
 STEPS = {"fp32": 4, "fp16": 4, "bf16": 12, "fp16_naive": 4}
 ONE: Axes = (("data", 1), ("tensor", 1))
 LAYOUTS = {"one process": ONE, "data=2": DATA2, "data=2,tensor=2": BOTH}
@@ -33,10 +34,11 @@ STATES: dict[str, dict[str, Any]] = {
     "zero2": ZERO2,
     "offloaded": {"offload": 0.5},
 }
-# Micro-batches per window, in turn. The longest equals accumulation_steps, the others are shorter last windows.
+# Number of micro-batches of successive accumulation windows, repeated cyclically. The largest number is
+# accumulation_steps; a window with fewer micro-batches ends by step(final=True).
 WINDOWS = [(1,), (2, 1), (3,), (5, 3)]
 # Collectives of the last micro-batch of a window: gradients (2 buckets with ZeRO-1 and ZeRO-2), norm, new parameters.
-# ZeRO-2 also reduce-scatters in every earlier micro-batch; the others need no collective there.
+# ZeRO-2 also reduce-scatters in every earlier micro-batch; other state placements need no collective there.
 SHARDED = {"reduce_scatter_single": 2, "all_reduce": 1, "all_gather_single": 2}
 COLLECTIVES = {"replicated": {"all_reduce": 2}, "offloaded": {"all_reduce": 2}, "zero1": SHARDED, "zero2": SHARDED}
 # Relative to the largest parameter. Micro-batches of a half-precision model round differently than one batch.
@@ -44,8 +46,8 @@ TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 2e-2, "fp16_naive": 3e-3}
 
 
 def train(axes: Axes, mode: str, options: dict[str, Any], windows: tuple[int, ...]) -> tuple[dict[str, Tensor], Any]:
-    """Return the full parameters after `STEPS` windows, and the collectives of an earlier and of the last
-    micro-batch."""
+    """Return the full parameters after `STEPS` accumulation windows, and the collectives of two micro-batches: one that
+    does not end a window, and one that does."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)

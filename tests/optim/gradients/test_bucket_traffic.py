@@ -53,14 +53,14 @@ def steps_of_two_ranks(**options: Any) -> tuple[Log, float]:
 
 
 def test_step_on_two_ranks_moves_eight_more_bytes_per_element_than_on_one() -> None:
-    """One pass reads the gradients, scales them and writes them to the bucket. Then the gradients are views of it."""
+    """One pass reads the gradients, scales them and writes them to the bucket. Then they are views of the bucket."""
     alone, found = step_on(1)[1], steps_of_two_ranks()[1]
     assert alone == pytest.approx(36, abs=0.1)  # the norm reads gradients; AdamW also writes the unscaled gradients
     assert found - alone == pytest.approx(8, abs=0.1)
 
 
-def test_bucket_gaps_between_small_gradients_are_zeroed_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small gradients are scaled by one kernel for all of them."""
+def test_one_kernel_scales_all_small_gradients_and_one_zeroes_bucket_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All gradients count as small here, because the limit ``LARGE`` is raised."""
     monkeypatch.setattr(buckets, "LARGE", 2**30)
     log, found = steps_of_two_ranks()
     assert log.launches.count("aten._foreach_zero_.default") == 1

@@ -145,7 +145,7 @@ def test_bucket_sums_scaled_gradients_over_group(world: World) -> None:
     assert world.run(2, summed, torch.float32) == [[1.5] * 3] * 2
 
 
-def test_scaled_half_gradient_is_converted_before_it_is_scaled() -> None:
+def test_bfloat16_gradient_is_converted_to_float32_before_it_is_scaled() -> None:
     """A product in bfloat16 would be rounded to 8 bits."""
     param = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
     param.grad = torch.arange(1, 65).bfloat16()

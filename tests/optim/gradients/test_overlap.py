@@ -43,7 +43,7 @@ HOW = [
     "frozen later",
     "offloaded",
 ]
-# Not reduced in backward: here backward is not called through the optimizer, or the last micro-batch is not announced.
+# No reduction in backward: the last micro-batch runs under no_sync, without optimizer.backward, or unannounced.
 NOT_IN_BACKWARD = ("all under no_sync", "backward without optimizer", "short")
 
 
@@ -52,9 +52,9 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 def train_with_gradient_hooks(overlap: bool, zero_2: bool) -> Tensor:
-    """Train with hooks that double gradients, registered before the optimizer is made, and hooks that square them, after.
+    """Train with hooks on gradients, and return the weights.
 
-    Return the weights.
+    Hooks registered before the optimizer is made double gradients; hooks registered afterwards square gradients.
     """
     registry = ProcessGroupRegistry(Topology(data=2))
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def train_with_gradient_hooks(overlap: bool, zero_2: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("overlap", "zero_2"), [(True, False), (False, True)], ids=["overlap", "ZeRO-2"])
-def test_gradient_hooks_registered_after_optimizer_run_before_reduction(
+def test_gradient_hooks_registered_before_or_after_optimizer_run_before_reduction(
     world: World, overlap: bool, zero_2: bool
 ) -> None:
     expected = world.run(2, train_with_gradient_hooks, False, False)
@@ -115,7 +115,7 @@ def without_backward(overlap: bool) -> str:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rank_without_backward_raises_in_first_step(world: World, overlap: bool) -> None:
+def test_missing_backward_on_one_rank_raises_on_all_ranks_in_first_step(world: World, overlap: bool) -> None:
     for text in world.run(2, without_backward, overlap):
         assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
 
@@ -197,7 +197,7 @@ class Rows(nn.Module):
 
 
 def train_rows(overlap: bool, mixed: bool) -> Tensor:
-    """Return the shared parameters after 5 steps, in which both rows have the same loss function of these parameters.
+    """Return the shared parameters after 5 steps. The loss depends on them in the same way on both rows.
 
     With ``mixed``, parameters of all layouts share buckets.
     """
@@ -206,7 +206,7 @@ def train_rows(overlap: bool, mixed: bool) -> Tensor:
             stack.enter_context(mock.patch.object(room, "layout_kind", return_value=NormBucket()))
         model = Rows(registry)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
-        # The replica check would raise in the first step.
+        # With ``mixed``, the replica check would raise in the first step.
         optimizer = ParallelOptimizer(inner, registry, overlap=overlap, check_replicas=False)
         for step in range(5):
             optimizer.zero_grad()
@@ -269,7 +269,7 @@ def test_buckets_are_reduced_in_backward_in_same_order_on_all_ranks(world: World
 
 
 def order_of_kinds() -> list[tuple[int, ...]]:
-    """Return the parameters of each bucket for layers that alternate between two layouts."""
+    """Return the parameter indices of each bucket for layers that alternate between two layouts."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         params = [nn.Parameter(torch.randn(64)) for _ in range(8)]
         model = nn.ParameterList(params)

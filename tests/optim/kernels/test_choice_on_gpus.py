@@ -1,4 +1,4 @@
-"""`use_kernels("auto")` on a GPU: Triton kernels that work there, otherwise torch's, with the reason in the log."""
+"""On a GPU, `use_kernels("auto")` selects Triton kernels if they work, else torch's kernels, and logs the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Kernels:
-    """Stands for the Triton kernels. ``powers`` returns a value or raises an error."""
+    """Stand-in for the Triton kernels, whose ``powers`` returns a value or raises an error."""
 
     version = "3.6"
 

@@ -1,7 +1,7 @@
 """The AVX-512 variant of the compiled loops on a machine without AVX-512: its intrinsics are replaced by AVX2 code.
 
-This shows that the source has the right elements in the right order. It does not show that the machine code for AVX-512
-is right, which the other tests of this folder show on a machine with AVX-512.
+These tests show that the source handles the right elements in the right order. They do not show that the machine code
+for AVX-512 is right; the other tests of this folder show that on a machine with AVX-512.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def library_with(folder: Path, *flags: str) -> Path:
     for name, changes in REPLACED.items():
         source = (SOURCES / name).read_text()
         for old, new in changes.items():
-            assert source.count(old) == 1, f"{name} has {source.count(old)} times {old!r}"
+            assert source.count(old) == 1, f"{name} contains {old!r} {source.count(old)} times"
             source = source.replace(old, new)
         (folder / name).write_text(source)
     return compiled(folder / "native.c", folder / "_native_emulated.so", *flags)
@@ -39,7 +39,7 @@ def library_with(folder: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx2" not in variants_here(), reason="the emulation needs AVX2")
-@pytest.mark.skipif("avx512" in variants_here(), reason="this machine has AVX-512, so the tests run it")
+@pytest.mark.skipif("avx512" in variants_here(), reason="on this machine, the other tests run the AVX-512 loops")
 def test_avx512_loops_with_emulated_intrinsics_are_bitwise_identical_to_other_instruction_sets(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     files = [str(Path(__file__).with_name(name)) for name in FILES]

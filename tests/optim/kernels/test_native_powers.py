@@ -58,7 +58,7 @@ def test_compiled_power_sums_match_reference_within_1e_minus_14(
 def test_compiled_chunk_means_are_bitwise_identical_for_all_loop_variants_and_splits(
     dtype: torch.dtype, p: int
 ) -> None:
-    """They also are within 1e-14 of means in float64, and NaN or infinity affects only the mean of its chunk."""
+    """The means are within 1e-14 of means in float64, and NaN or infinity affects only the mean of its chunk."""
     values = some_values((40_003,), dtype, 1.0, 5)
     values[17], values[40_001] = torch.nan, torch.inf
     padded = torch.cat([values.double(), torch.zeros(-len(values) % MEAN_OF)])
@@ -99,7 +99,7 @@ def test_compiled_power_sums_are_bitwise_identical_for_all_loop_variants_and_thr
     dtype: torch.dtype, p: float
 ) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
-    # Many tensors without values near the dtype's maximum: another order of additions changes the bits of some of the sums.
+    # No value of these tensors is near the dtype's maximum, so another order of additions changes some of their sums.
     tensors += [torch.randn(numel).to(dtype) for numel in range(16_000, 16_100)]
     found = set[tuple[float, ...]]()
     for variant, threads, torchs in product(VARIANTS, (1, 2, 5), (True, False)):
@@ -108,7 +108,7 @@ def test_compiled_power_sums_are_bitwise_identical_for_all_loop_variants_and_thr
         assert powers is not None
         found.add(tuple(powers.tolist()))
     assert len(found) == 1
-    assert torchs_threads() is not None  # otherwise there is nothing to compare
+    assert torchs_threads() is not None  # otherwise the loops never use torch's threads
 
 
 def test_compiled_power_sums_do_not_hang_in_forked_process() -> None:

@@ -1,4 +1,4 @@
-"""Stochastic rounding by the compiled loop: bitwise equal to plain torch and to Triton, by all variants."""
+"""Stochastic rounding by the compiled loop: bitwise equal to plain torch for all variants, and to the Triton kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moved(tensor: Tensor, offset: int) -> Tensor:
 
 
 def expected(drawn: Drawn) -> list[Tensor]:
-    """Return the bits of the rounded tensors, from plain torch."""
+    """Return the bits of the tensors as plain torch rounds them."""
     key, steps = drawn.noise.key, drawn.noise.steps
     return [
         bits(round_plainly(source.float(), noise_of(key, number, steps, source.numel())))
@@ -43,7 +43,7 @@ def expected(drawn: Drawn) -> list[Tensor]:
 
 
 def wrong(everything: Sequence[Drawn]) -> list[str]:
-    """Round all tensors by the loop. Return the tensors whose bits differ from those of plain torch."""
+    """Round all tensors by the compiled loop. Return the tensors whose bits differ from those of plain torch."""
     assert round_by_kernels(everything) == []
     return [
         f"{drawn.noise}, tensor {number}"
@@ -97,7 +97,7 @@ def test_compiled_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() 
     assert all(torch.equal(one, found[0]) for one in found)
     drawn = Drawn(Noise(1, 2, "weight"), [*zip(targets, sources, strict=True)])
     assert torch.equal(found[0], torch.cat(expected(drawn)))
-    assert torchs_threads() is not None  # otherwise there is nothing to compare
+    assert torchs_threads() is not None  # otherwise the loops never use torch's threads
 
 
 def test_compiled_rounding_draws_noise_in_row_major_order_for_all_strides() -> None:
@@ -145,7 +145,7 @@ def test_torch_kernels_round_with_random_numbers_of_torch_generator() -> None:
     assert not torch.equal(bits(by_loop), bits(by_torch))
 
 
-def test_tensor_subclasses_and_lazy_negative_tensors_are_rounded_by_torch() -> None:
+def test_compiled_rounding_leaves_tensor_subclasses_and_lazy_negative_tensors_to_torch() -> None:
     class Other(Tensor):
         pass
 

@@ -1,4 +1,4 @@
-"""Updates by the compiled loops: within two units in the last place of a float64 reference."""
+"""Updates by the compiled loops match a float64 reference within two float32 rounding units of the largest operand."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
     exact = bits.to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
     one_nan = torch.ones(256, dtype=torch.int32)
-    one_nan[::17] = 2**31 - 1  # at each position of a vector; rounding up its bits would give -0
+    one_nan[::17] = 2**31 - 1  # a NaN at each position of a vector; rounding up the NaN's bits would give -0
     neighbours = (torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))
     values = torch.cat([exact, between, *neighbours, one_nan.view(torch.float32)])
     grad_dtype = half if half_gradients else torch.float32

@@ -1,4 +1,4 @@
-"""The noise of meshstep's kernels in plain torch, and torch's operators that round without these kernels."""
+"""The random numbers for stochastic rounding in plain torch, and rounding by torch operators without kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rounding_cases import BF16, values
 
 
 def words(key: int, counter: list[int]) -> list[int]:
-    """Return the words of Philox 4x32-10, with Python's integers."""
+    """Return the words of Philox 4x32-10, computed with Python integers."""
     k, mask = [key & 0xFFFFFFFF, key >> 32], 0xFFFFFFFF
     c = list(counter)
     for _ in range(10):
@@ -38,7 +38,7 @@ def test_plain_philox_matches_published_vectors() -> None:
         assert philox(key, torch.tensor(counter).view(4, 1)).flatten().tolist() == words(key, counter)
 
 
-def test_rounding_noise_is_uniform_and_depends_on_every_argument() -> None:
+def test_rounding_noise_is_uniform_and_depends_on_key_number_and_steps() -> None:
     numel = 100_000
     first = noise_of(5, 0, 0, numel)
     for others in ((6, 0, 0), (5, 1, 0), (5, 0, 1), (5, 0, 2**32)):

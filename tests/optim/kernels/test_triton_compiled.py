@@ -30,7 +30,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90, fusion: bool = False) -> str:
-    """Return the PTX of the kernel. Its arguments that are pointers are multiples of 16, as in a launch."""
+    """Return the PTX of the kernel. Pointer arguments are declared as multiples of 16, as in a launch."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -64,7 +64,7 @@ def is_reproducible(ptx: str) -> bool:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_triton_update_kernels_compile_to_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
-    """Unaligned addresses use no vectors, because an unaligned vector access is an error on the GPU."""
+    """The kernel for unaligned addresses has no vector loads or stores, which would be errors on the GPU."""
     from meshstep.optim.kernels import triton_kernels
 
     aligned, shifted = (
@@ -104,7 +104,7 @@ class Resources:
 
     @property
     def programs(self) -> int:
-        """Programs of 128 threads whose registers fit into a multiprocessor, which has 65,536."""
+        """Number of programs of 128 threads whose registers fit into the 65,536 of a multiprocessor."""
         return 65536 // (128 * -(-self.registers // 8) * 8)
 
 
@@ -133,7 +133,7 @@ def resources_of(ptx: str, capability: int, folder: Path) -> Resources:
 
 
 NAMES = {0: "float32", 1: "float64", 2: "bfloat16", 3: "float16"}
-# KIND, DECOUPLED, OPTION of each formula with the most tensors, and of AdamW
+# KIND, DECOUPLED and OPTION of AdamW, and of the variant of each optimizer that has the most tensors
 FORMULAS = {"AdamW": (0, True, 0), "AMSGrad": (0, True, 1), "Nesterov": (1, False, 2), "Adagrad": (2, False, 0)}
 CAPABILITIES = [80, 90, 100]
 
@@ -173,7 +173,7 @@ def test_triton_update_kernel_accesses_four_elements_per_thread_without_barriers
     assert found.programs >= 8
     assert vector_widths("ld", ptx) == ({16, 8} if grad else {16})
     assert vector_widths("st", ptx) == ({16, 8} if half else {16})
-    assert count(r"(?m)^\s*st\.global(?!\S*\.v[24])", ptx) == 0  # without a predicate
+    assert count(r"(?m)^\s*st\.global(?!\S*\.v[24])", ptx) == 0  # no single-element store without a predicate
 
 
 @pytest.mark.default_cases(1)

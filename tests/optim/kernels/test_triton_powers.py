@@ -52,8 +52,8 @@ def test_triton_power_sums_match_reference_within_1e_minus_14(
 
 
 def are_finite(dtype: torch.dtype, p: float) -> list[tuple[list[bool], bool]]:
-    """Return which of three powers are finite if the second tensor has a non-finite value, and whether NaN is kept
-    as NaN."""
+    """Return which of three powers are finite if the second tensor has a non-finite value, and whether its power
+    is NaN exactly if the value is NaN."""
     found = []
     for bad in (torch.nan, torch.inf, -torch.inf):
         for numel, at in ((1, 0), (37, 36), (20000, 12345), (20000, 19999)):

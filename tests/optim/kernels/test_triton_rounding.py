@@ -140,7 +140,7 @@ def test_triton_rounding_compiles_to_vector_loads_without_barriers(
 
 
 def registers_of(cubin: bytes, folder: Path) -> int | None:
-    """Return the number of registers per thread; None if Triton came without cuobjdump."""
+    """Return the number of registers per thread; None if the Triton installation has no cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

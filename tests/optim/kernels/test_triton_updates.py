@@ -1,4 +1,4 @@
-"""Updates by the Triton kernels in the interpreter: within two units in the last place of a float64 reference."""
+"""Interpreted Triton updates match a float64 reference within two float32 rounding units of the largest operand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ByTriton(Case):
 
 
 def stepped(cases: Sequence[ByTriton], factor: float, found_inf: float = 0.0, negative: bool = False) -> None:
-    """Update all cases in one call. Pass no factor if it is 1 or -1, else its absolute value. ``negative``: maximize."""
+    """Update all cases in one kernel call, which gets no factor tensor if ``factor`` is 1 or -1. ``negative``: maximize."""
     times = None if factor in (1.0, -1.0) else torch.tensor(abs(factor))
     parts = [case.part(maximize=negative) for case in cases]
     kernels().update(KINDS[type(cases[0].rule)], parts, torch.tensor(found_inf), times)
@@ -213,7 +213,7 @@ def test_skipped_triton_update_changes_nothing(interpreted: Interpreted, rule: R
 
 
 def halves_written(half: torch.dtype, names: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Return all 2^16 values of the dtype, their neighbours and midpoints: as written, and as rounded by torch."""
+    """Return all 2^16 values of the dtype, their neighbours and midpoints: as the kernel and as torch rounds them."""
     exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
     values = torch.cat([exact, between, *(torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))])

@@ -1,4 +1,4 @@
-"""The first step reports replicas that are declared as sharded, but accepts shards that may be equal."""
+"""The first step raises if shards are bitwise equal, unless they are too small, all zeros, or not compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VARYING = [0.5, -1.0, 2.0, 0.25, 3.0, -0.125, 1.5, 0.75]
 
 
 def first_step(weights: Any, gradients: Any, spec: P, options: dict[str, Any]) -> str:
-    """Return the error of a step of one parameter on data=2, tensor=2.
+    """Run the first step of parameter "w" on data=2, tensor=2. Return the error message, "" if there is none.
 
     Args:
-        weights, gradients: By coordinate of the tensor axis.
+        weights, gradients: Values of "w" per coordinate of the tensor axis.
     """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         at = registry.coordinate["tensor"]

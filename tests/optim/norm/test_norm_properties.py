@@ -91,7 +91,7 @@ def test_nonfinite_gradient_on_one_replica_gives_nonfinite_norm_on_all_ranks(
 
 
 def naive(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """Use no process groups, as torch.nn.utils.clip_grad_norm_ with plain tensors."""
+    """Return the local norm, as torch.nn.utils.get_total_norm does for plain tensors."""
     return torch.nn.utils.get_total_norm([q.grad for _, q in params if q.grad is not None], p)
 
 

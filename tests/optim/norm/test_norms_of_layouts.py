@@ -1,4 +1,4 @@
-"""Norms of high order, of replicas that count once, with NaNs on one rank, and of parameters in any order."""
+"""Global norms with replicas, tied parameters and non-finite elements, and the reduction plans of these layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from world import World
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 12.0])
-def test_p_norm_with_infinite_values_is_infinite(p: float) -> None:
+def test_p_norm_of_infinity_zeros_and_nan_is_infinity_zero_and_nan(p: float) -> None:
     assert p_norm(torch.tensor([1.0, inf]), p) == inf
     assert p_norm(torch.tensor([0.0, 0.0]), p) == 0
     assert p_norm(torch.tensor([1.0, torch.nan]), p).isnan()
@@ -40,7 +40,7 @@ def plan_of(entries: list[ParameterEntry], topology: Topology, registry: Process
 
 
 def weight_norms(p: float) -> tuple[list[float], list[float]]:
-    """Return the norms of the weights per parameter, and of the gradients, with replicas and shards."""
+    """Return the norm of each weight and of each gradient. One parameter is replicated, the other is sharded."""
     topology = Topology(data=2, tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         entries = [ParameterEntry("copy", P(), (3,)), ParameterEntry("shard", P("tensor"), (2,))]
@@ -132,7 +132,7 @@ def test_norm_bucket_of_owner_only_parameter_counts_on_owner_ranks_only() -> Non
     assert [bucket.counts(topology.coordinate(rank)) for rank in range(4)] == [False, False, True, True]
 
 
-def test_plan_needs_groups_over_data_axes_only_for_per_group_norm() -> None:
+def test_only_per_group_norm_needs_process_groups_over_data_axes() -> None:
     topology = Topology(roles={"expert": "data"}, data=2, expert=2, tensor=2)
     entries = [ParameterEntry("expert", P("expert", "tensor"), (1, 2)), ParameterEntry("norm", P(), (4,))]
     plan = ReductionPlan.of(entries, topology, 0)
@@ -157,7 +157,7 @@ def test_expert_axis_without_role_warns_on_rank_0_if_replicas_are_trained(traine
         assert found == wanted
 
 
-def test_logical_shape_of_dtensor_multiplies_only_axes_outside_its_mesh() -> None:
+def test_logical_shape_of_dtensor_is_scaled_only_by_axes_outside_its_mesh() -> None:
     topology = Topology(data=2, tensor=2)
     param = torch.zeros(2, 3)
     layout = Annotation(P(("data", "tensor")), mesh_axes=("data",))
@@ -181,7 +181,7 @@ def test_same_named_parameters_of_two_stages_get_stage_suffix(world: World) -> N
 
 
 def shapes_of_uneven_shards() -> tuple[object, ...]:
-    """Return the full shapes, where the ranks have 3 and 2 elements of "uneven", and 2 elements each of "even"."""
+    """Return the full shapes in the plan. The ranks have 3 and 2 elements of "uneven", and 2 each of "even"."""
     topology = Topology(tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         length = 3 - registry.global_rank

@@ -61,7 +61,7 @@ def test_batched_power_sums_for_gpu_equal_float64_reference_on_cpu(p: float, dty
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 20.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_power_sums_are_accumulated_in_float64(p: float, dtype: torch.dtype) -> None:
-    """Every summing operator must return float64, so its range is that of the CPU path."""
+    """Operators that sum powers return float64, so sums have the same range on a GPU as on the CPU."""
     sums = list[torch.dtype]()
 
     class Sums(TorchDispatchMode):

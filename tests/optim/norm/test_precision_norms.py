@@ -1,5 +1,4 @@
-"""Reported norms are those of the unscaled gradients for every loss scale, including fp16 gradients whose squares
-overflow."""
+"""With loss scaling, reported norms are norms of the unscaled gradients, even if squares overflow in fp16."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ MODES: dict[str, Precision] = {
 }
 
 
-# Parameters on the mesh row=2,col=2: shape, layout, param group. O2 keeps the last one in float32.
+# Parameters on the mesh row=2,col=2: shape, layout, param group. O2 keeps "bn.weight" in float32.
 SPECS = {
     "weight": ((4, 6), P("row", "col"), 0),
     "bias": ((6,), P("col"), 0),
@@ -159,7 +158,7 @@ def test_norms_and_clipping_with_loss_scale_match_unscaled_dense_gradients(world
     world.run(4, measure, mode, p, True)
 
 
-def test_norms_and_clipping_with_loss_scale_and_unfused_optimizer_match_dense(world: World) -> None:
+def test_norms_and_clipping_with_loss_scale_and_unfused_sgd_match_dense_gradients(world: World) -> None:
     world.run(4, measure, "fp16_naive", 2.0, False)
     world.run(4, measure, "O3", 2.0, False)
 

@@ -1,9 +1,9 @@
-"""Published wrong norms of other systems: each case reproduces the wrong norm on real ranks and compares
+"""Wrong norms reported for other libraries: each case reproduces the wrong norm on real ranks and compares
 the norm of this library with the norm of the dense model.
 
 A gradient has one element per shard, chosen so that the norms equal those of the reports. If a report gives only a
 relative error, or uses more than four ranks, the elements give the same figures on four ranks. If a report has no
-figures, the elements are whole numbers, and the wrong norm follows from the rule.
+figures, the elements are whole numbers, and the wrong norm follows from the wrong rule.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
 
 
 def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
-    """Count everything on the first rank of the axis, and parameters flagged as sharded on the others; sum over the
-    axis."""
+    """Count everything on the first rank of the axis, and parameters flagged as sharded on the other ranks; sum
+    over the axis."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         first = all(registry.rank(a) == 0 for a in axis.split())
@@ -100,7 +100,7 @@ def alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float
 
 
 def experts_alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Sum parameters sharded by fully_shard over its mesh, but not plain tensors on that mesh."""
+    """Sum the squares of the dense parameters over the expert axis, but use only the local square of the experts."""
     dense = summed(square(held["dense"].complete(registry)), registry, "expert")
     return sqrt(dense + square(held["experts"].complete(registry)))
 

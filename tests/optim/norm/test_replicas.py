@@ -1,4 +1,4 @@
-"""Replicas of a parameter or gradient that differ between ranks are detected and named."""
+"""Replicas that differ between ranks are detected, and the error names the parameter and the mesh axis."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_hashing_memory_does_not_grow_with_tensor_size(dtype: torch.dtype) -> None:
-    """Hashing needs eight bytes per word of a chunk."""
+def test_hashing_creates_no_tensor_larger_than_one_chunk(dtype: torch.dtype) -> None:
+    """The largest tensor that hashing creates has eight bytes per word of a chunk."""
     tensor = torch.ones(3 * CHUNK + 5, dtype=dtype)
     with Largest() as memory:
         TensorHash(torch.device("cpu"))([tensor])
@@ -82,10 +82,10 @@ def test_hashing_memory_does_not_grow_with_tensor_size(dtype: torch.dtype) -> No
         ([7, 7, 8], (2,)),
         ([7, 8], (0, 1)),
         ([8, 7, 7, 9], (0, 3)),
-        ([7, 7, 8, 8, 9], (0, 1, 2, 3, 4)),  # two equally frequent hashes, and a rarer one
+        ([7, 7, 8, 8, 9], (0, 1, 2, 3, 4)),  # a tie: 7 and 8 are the most frequent hashes
     ],
 )
-def test_replica_check_names_ranks_with_rarer_hash_or_all_at_a_tie(
+def test_replica_check_reports_ranks_without_most_frequent_hash_or_all_on_tie(
     hashes: list[int], ranks: tuple[int, ...] | None
 ) -> None:
     held: Any = [{"parameter": {(): bits}} for bits in hashes]

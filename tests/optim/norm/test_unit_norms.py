@@ -12,7 +12,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from torch import Tensor, nn
 from world import World
 
-MAGNITUDES = (1e-30, 1.0, 1.0, 1e30)  # of the rows; most of their 100th powers leave the range of float64
+MAGNITUDES = (1e-30, 1.0, 1.0, 1e30)  # of the rows; the 100th powers of 1e-30 and 1e30 leave the range of float64
 
 
 def full_tensor(seed: int) -> Tensor:

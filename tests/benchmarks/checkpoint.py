@@ -4,7 +4,7 @@
 
 One process; linear layers and their AdamW states, in float32. The four operations alternate in each round, with a file
 system cache that holds the last written files. Both libraries write beside the previous checkpoint; only the time of
-meshstep includes its removal. A ratio compares two times of one round; the output has the median and the quartiles.
+meshstep includes removing the latter. A ratio compares two times of one round; the output has the median and the quartiles.
 Memory is the peak resident memory above the memory before the call, in MiB.
 """
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/telemetry.py [--seconds 30] [--width 256] [--every 50]
 
 CPU time of one of two gloo ranks (one thread per rank) for a backward and a clipping step of AdamW on a transformer, as a
-ratio to the same without telemetry, with interleaved rounds. Then runs of N steps with ``every=N``, interleaved with runs
+ratio to both without telemetry, with interleaved rounds. Then runs of N steps with ``every=N``, interleaved with runs
 of N steps without telemetry.
 """
 

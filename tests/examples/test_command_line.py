@@ -103,7 +103,8 @@ def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
     [
         ("train_digits", "--topology tensor", r"'tensor' is neither axis=size nor alias=axis\+axis"),
         ("train_digits", "--topology tensor=2", "has 2 ranks but the world has 1"),
-        ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),  # 64 is not a multiple of 3 either
+        # The batch size 64 is not a multiple of 3 either.
+        ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),
         ("pipeline_lm", "--topology data=3", "has 3 ranks but the world has 1"),
         ("pipeline_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
         ("accumulate_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),

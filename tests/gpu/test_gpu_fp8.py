@@ -32,7 +32,7 @@ def test_fp8_linear_on_tensor_cores_matches_emulation(device: torch.device) -> N
                 assert float(error) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_has_fp8_follows_the_compute_capability(device: torch.device) -> None:
+def test_has_fp8_is_true_from_compute_capability_8_9(device: torch.device) -> None:
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     assert has_fp8(device) == capable
 

@@ -240,7 +240,7 @@ class Setting:
 
     @property
     def axis(self) -> str | None:
-        """Return the axis over which states are sharded.
+        """Return the axis over which optimizer states are sharded; None without ZeRO.
 
         It is never the pipeline axis, whose stages have different parameters.
         """

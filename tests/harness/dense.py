@@ -67,13 +67,12 @@ def assert_layer_is_dense(
 ) -> None:
     """Assert that weights, output and gradients of a sharded layer equal those of the dense layer on the full input.
 
-    Shards may have unequal sizes.
+    Shards may have unequal sizes. The dense weight is transposed first if the sharded layer stores its transpose.
 
     Args:
         x: The full input; its gradient is compared only if its dtype is a floating-point type.
         takes, gives: The layouts of input and output.
-        specs: The specs of all parameters that the layer declares, including those that this rank does not hold. If
-            the dense weight is the transpose, it is transposed for the comparison.
+        specs: The specs of all parameters that the layer declares, including those that this rank does not hold.
     """
     assert {name: spec_of(param) for name, param in layer.named_parameters()} == {
         name: spec for name, spec in specs.items() if spec.holds(registry.coordinate, registry.topology)

@@ -71,10 +71,11 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return for each parameter the reduced gradient of the window, whether there is one, and a bound of its error.
+    """Return (gradient, present, absolute) of the accumulation window for each parameter, all three flat.
 
-    The gradient is flat. It is the mean over data ranks. Over micro-batches it is a sum, or with accumulation_steps or
-    weights a mean. The bound is the same mean of the absolute values of the gradient's terms, for sums in low precision.
+    ``gradient`` is the mean over data ranks. Over micro-batches it is a sum, or with accumulation_steps or weights a mean.
+    ``present`` is False if the parameter has no gradient. ``absolute`` is computed like ``gradient``, but from the absolute
+    values of its terms: rounding errors of low-precision sums are relative to it.
 
     Without weights, a micro-batch without a loss counts like one whose loss is 0.
     """

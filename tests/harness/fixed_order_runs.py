@@ -90,7 +90,7 @@ class SplitNet(Net):
 
 
 class Training:
-    """One rank of a run. ``data_ranks`` may be 1."""
+    """The training of one rank. ``data_ranks`` may be 1."""
 
     def __init__(self, run: FixedRun, data_ranks: int) -> None:
         torch.manual_seed(0)

@@ -117,7 +117,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model in a layout, whose replicas are checked every ``every`` steps, or in the first step only if it is None."""
+    """A model in a layout, whose replicas are checked every ``every`` steps; None: only in the first step."""
 
     def __init__(
         self,

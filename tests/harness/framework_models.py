@@ -242,9 +242,8 @@ class Transformers:
     def _loaded(self, path: str, config: Any) -> nn.Module:
         transformers: Any = importlib.import_module("transformers")
         transformers.utils.logging.disable_progress_bar()
-        experts = (
-            {} if self.name == "Gemma3" else {"experts_implementation": "eager"}
-        )  # other implementations do not support float64
+        # Other implementations of experts do not support float64.
+        experts = {} if self.name == "Gemma3" else {"experts_implementation": "eager"}
         with Float64():
             model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
                 path, distributed_config=config, dtype=torch.float64, **experts

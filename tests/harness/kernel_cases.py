@@ -139,8 +139,8 @@ def steps_as_the_reference(case: Case, factor: float) -> None:
 def moved(
     rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
 ) -> Tensor:
-    """Return the size of an update to which its rounding error is relative, per element: the sum of the absolute values of
-    its terms, enlarged by the effect of a rounded gradient on its square.
+    """Return, per element, the value to which the rounding error of an update is relative: the sum of the absolute values
+    of the update's terms, enlarged because the second moment squares the rounded gradient.
 
     Args:
         gradient: The sum of the absolute values of the gradient's terms; ``true`` is the gradient itself.

@@ -408,7 +408,7 @@ def _copied_too_early(
 def _stage_gradient(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
-    """Double or reverse the gradient that comes back from the next stage."""
+    """Double the gradient that the next stage sends back, or reverse the order of its samples."""
     kind = rng.choice(["doubled", "turned"])
     model = built.model
     assert isinstance(model, Stage)

@@ -1,4 +1,4 @@
-"""Remove torch's warning that a store cannot resolve host names, because conftest.py disables name servers."""
+"""Remove torch's warning about unresolved host names, which appears because conftest.py disables name servers."""
 
 from __future__ import annotations
 

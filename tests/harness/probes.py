@@ -19,7 +19,7 @@ class HostReadError(AssertionError):
 
 
 class MadeMemory(TorchDispatchMode):
-    """Counts operators and the bytes of memory that they allocate: storages of results that no argument has."""
+    """Counts operators, and the bytes of the new storages in their results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -31,8 +31,8 @@ class Param:
         shards: The sharded tensor dim per dim of the DTensor's mesh. None: replicated.
         strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard` does.
         missing: The indices of the shards without a gradient, among all combinations of coordinates that shard.
-        declared: A dim of the root mesh that `dims` lacks: each of its ranks has another part of tensor dim 0, as a DTensor
-            of its own, and the parameter is declared to be sharded over it.
+        declared: A dim of the root mesh that is not in `dims`. Along this dim, tensor dim 0 is split into separate
+            DTensors, and the parameter is declared as sharded over the dim.
         complete: True: the gradient is replicated over the DTensor's mesh, also where the parameter is sharded.
         stage: The pipeline stage that has the parameter. None: no pipeline.
     """

@@ -180,7 +180,7 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype) -> nn.Module | None:
-    """Return this rank's model; None if it has none."""
+    """Return this rank's model; None if this rank has no parameters."""
     torch.manual_seed(11)
     kind = scenario.kind
     if kind in ("column", "all", "row0"):

@@ -100,7 +100,7 @@ class Stream:
         self.clock: Clock = {}
 
     def issue(self) -> None:
-        """Add an operation, which runs after all that the host has seen finish."""
+        """Add an operation. It runs after all operations that the host has seen finish."""
         _merge(self.clock, self.simulation.host)
         self.issued += 1
         self.clock[self] = self.issued

@@ -33,7 +33,7 @@ def size_of(axes: Axes) -> int:
 
 
 def small_buckets(nbytes: int = 1024) -> Any:
-    """Use small buckets, so that small models have many; some parameters are then a bucket of their own."""
+    """Use small buckets, so that small models have many buckets, and some parameters have a bucket of their own."""
     return mock.patch.object(zero, "BUCKET_BYTES", nbytes)
 
 

@@ -106,7 +106,7 @@ def weights_of(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Te
 
 
 def true_norm(model: nn.Module, step: int, registry: ProcessGroupRegistry) -> float:
-    """Return the float64 norm of the gathered gradients of one backward, averaged over data in their dtype."""
+    """Return the float64 norm of the gathered gradients of one backward, averaged over data ranks in their own dtype."""
     params = dict(model.named_parameters())
     dtype = next(iter(params.values())).dtype
     mean = [

@@ -109,7 +109,8 @@ def test_sharded_transformers_model_trains_like_unsharded_model(
         assert_equal(found, expected, 1e-12)
 
 
-# (2, 1, 2) must be last, because torch caches groups of an equal mesh on a destroyed default group.
+# (2, 1, 2) must be last: a later case with an equal mesh would get its groups from torch's cache, although they belong to a
+# destroyed default group.
 @pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2), (2, 2, 4), (2, 1, 2)])
 def test_transformers_experts_on_other_mesh_train_like_unsharded_model(
     world: World, saved: Callable[[str], str], mesh: Mesh

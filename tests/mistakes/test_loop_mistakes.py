@@ -535,7 +535,7 @@ def backward_after_clipping(run: Run) -> None:
     write="call `optimizer.backward(loss)` without `window()`",
 )
 def backward_within_window(run: Run) -> None:
-    """`with optimizer.window():` around `optimizer.backward(loss)`: counts two micro-batches."""
+    """`with optimizer.window():` around `optimizer.backward(loss)`: each of the two counts a micro-batch."""
     optimizer = run.optimizer(accumulation_steps=2)
     for step in range(3):
         for part in (0, 1):

@@ -164,7 +164,7 @@ def nothing_declared(run: Run) -> None:
     write="add a rule for every parameter",
 )
 def bias_not_declared(run: Run) -> None:
-    """A bias without a rule."""
+    """A bias for which `declare` has no rule."""
     run.model = run.make_model()
     declare(run.model, {name: spec for name, spec in SPECS.items() if name != "down.bias"})
     run.optimizer()
@@ -573,7 +573,7 @@ def accumulation_steps_zero(run: Run) -> None:
     write="pass the same settings on every rank",
 )
 def settings_differ(run: Run) -> None:
-    """Different settings on different ranks."""
+    """Different arguments on different ranks, such as `accumulation_steps=`."""
     run.optimizer(accumulation_steps=1 + run.rank)
 
 

@@ -43,8 +43,8 @@ def step_by_bucket(
     """Call ``step(bucket)`` once per bucket, with param groups that contain only the bucket's parameters.
 
     A param group of some optimizers (schedule-free ones) has a step counter, which must advance once per step and not once
-    per bucket. Before each bucket, all other entries of the param groups are therefore set to their values from before the
-    first bucket. This resets Python numbers. It does not reset a tensor that the optimizer changes in place.
+    per bucket. Before each bucket, all entries of the param groups except ``"params"`` are therefore set to their values
+    from before the first bucket. This resets Python numbers, but not a tensor that the optimizer changes in place.
 
     Args:
         optimizer: The optimizer. The list ``"params"`` of its param groups is replaced during each call, and restored.

@@ -81,7 +81,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
             tensor.grad = grad.to(dtype)
     for module in model.modules():
         if changes and isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # otherwise cuDNN warns that the weights are not contiguous in memory
+            module.flatten_parameters()  # otherwise torch warns on a GPU that the weights are not contiguous in memory
     return bool(changes)
 
 
@@ -111,8 +111,8 @@ class Autocast:
     """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
     It is a class and not a closure, because a closure cannot be pickled, and in a deep copy of the module it would call the
-    original module's ``forward``. It does not use forward hooks: without ``always_call=True``, an exception in forward
-    would leave autocast enabled.
+    original module's ``forward``. It does not use forward hooks, because an exception in ``forward`` skips hooks that were
+    registered without ``always_call=True``, and would leave autocast enabled.
 
     Args:
         function: The callable to run.
@@ -158,7 +158,8 @@ def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
         keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm layers still get
             inputs of ``dtype`` and return ``dtype``.
     Raises:
-        ValueError: A tensor must be cast, and is a DTensor, or ``model`` is or contains `DistributedDataParallel`.
+        ValueError: A tensor that must be cast is a DTensor. Or a tensor must be cast, and ``model`` is or contains
+            `DistributedDataParallel`.
     """
 
     def wanted(module: nn.Module, tensor: Tensor) -> torch.dtype:
@@ -219,7 +220,7 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
 
     Two NaNs at the same position count as equal, and so do 0 and -0.
 
-    Host synchronization: at most two, and the copy if the tensors are on different devices.
+    Host synchronization: at most two, and one for the copy between devices if the tensors are on different devices.
     """
     if tensor.shape != copy.shape:
         return False

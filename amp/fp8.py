@@ -141,7 +141,7 @@ _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear2D)
 _NO_PRODUCT = "not in 8 bits: there is no 8-bit product for"
 _UNSUPPORTED = (Linear3D, Classifier2D, Classifier3D)  # linear layers without an 8-bit product
 FELL_BACK = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
-UNEVEN = "not in 8 bits: the ranks have weight shards of unequal sizes"
+UNEVEN = "not in 8 bits: the layer's features do not divide evenly over the grid of ranks"
 
 
 @renamed_fields(leave_out="exclude", across_data="sync_over_data")
@@ -159,13 +159,13 @@ class Fp8(Precision):
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
     multiple of 16, every `Linear2D` whose features do not divide evenly over the grid, and every `Linear3D`,
-    `Classifier2D` and `Classifier3D`. `prepare` logs warnings with the names of such layers, at most ten per warning, on
-    rank 0 or, without a registry, in every process. `fp8_layers` returns the result for every layer.
+    `Classifier2D` and `Classifier3D`. `prepare` logs warnings with the names of these layers, at most ten per warning, on
+    rank 0 or, without a registry, in every process. `fp8_layers` returns for every layer whether it multiplies in 8 bits.
 
     The 8-bit weight is cached until the weight changes or an optimizer steps, so it is rounded once for all micro-batches
     between two steps. An in-place write through ``.data`` is not noticed before the next step of a torch optimizer. The
-    cache takes 1 byte per element, or 2 with ``scales="row"``. The weight is not cached, and rounded at every use, under
-    `fully_shard`, in a CUDA graph, in a compiled model, and while gradients are disabled.
+    cache takes 1 byte per element, or 2 with ``scales="row"``. There is no cache under `fully_shard`, in a CUDA graph, in a
+    compiled model, and while gradients are disabled: the weight is then rounded at every use.
 
     With ``scales="tensor"`` every tensor has one scale, computed from the largest absolute value of the full tensor. This
     value is all-reduced over the mesh axes that the spec of the layer's weight names as sharded or partial. A model that

@@ -421,9 +421,9 @@ def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
 # Only parameters that exist when the mode `Fp8` prepares a model are cached. Parameters that `fully_shard` creates later
 # are not cached, because no counter shows when they change.
 #
-# The cache is not used while gradients are disabled: before an evaluation, user code may write averaged weights in place
-# through ``.data``, which does not increment the version counter. Such a write between two micro-batches of training is
-# not detected before the next optimizer step.
+# The cache is not used while gradients are disabled, because user code may write averaged weights in place through
+# ``.data`` before an evaluation, which does not increment the version counter. If user code writes a weight through
+# ``.data`` between two micro-batches of training, the write is not detected before the next optimizer step.
 
 
 class RoundedWeight(NamedTuple):

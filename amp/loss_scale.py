@@ -215,7 +215,7 @@ class DynamicLossScale(LossScale):
         self._overflows_left.fill_(overflows_left)
 
     def __repr__(self) -> str:
-        # Without the scale, because a repr in a log line must not synchronize with the device.
+        # The scale is not shown, because a repr in a log line must not synchronize with the device.
         settings = ", ".join(f"{name}={value}" for name, value in asdict(self._settings).items())
         return f"DynamicLossScale({settings})"
 
@@ -246,7 +246,7 @@ def _check(valid: bool, name: str, value: object, needed: str) -> None:
 
 def _check_scale(name: str, scale: float, settings: _Settings) -> None:
     low, high = settings.min_scale, min(settings.max_scale, MAX_FLOAT32)
-    _check(low <= scale <= high, name, scale, f"a number in [{low}, {high}], the range of min_scale and max_scale")
+    _check(low <= scale <= high, name, scale, f"a number in [{low}, {high}], which min_scale and max_scale allow")
 
 
 def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:

@@ -513,6 +513,6 @@ def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
 
 def _unnamed(param: Tensor) -> ValueError:
     return ValueError(
-        f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, but stochastic rounding seeds its replicas by "
-        "name; call declare(model), or give the optimizer model.named_parameters()"
+        f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, but the seed of its rounding noise is "
+        "computed from its name; call declare(model), or give the optimizer model.named_parameters()"
     )

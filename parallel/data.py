@@ -36,8 +36,8 @@ from .mesh.value_checks import wrong
 # A step takes the next ``batch_size * D`` samples of the epoch's order, where D is the number of data coordinates:
 # coordinate 0 gets the first ``batch_size`` samples, coordinate 1 the next, and so on. The last step has the remaining
 # samples, in D parts whose sizes differ by at most one, so that each sample is used exactly once. If fewer than D
-# samples would remain, the step before it leaves samples to the last step. With ``drop_last`` the remaining samples are
-# skipped.
+# samples would remain for the last step, the previous step leaves some of its samples to the last step. With ``drop_last``
+# the remaining samples are skipped.
 
 
 class Batch(list[int]):
@@ -67,8 +67,8 @@ class ShardedBatchSampler(Sampler[Batch]):
         seed: Seed of the random orders.
     Raises:
         ValueError: ``batch_size`` is not an integer >= 1; ``seed`` is not an integer; or a batch would be empty. With
-            ``drop_last`` a batch would be empty if N < B * D. Without it, if N < D, or if B = 1 and N is not a multiple
-            of D.
+            ``drop_last`` a batch would be empty if N < B * D. Without ``drop_last`` a batch would be empty if N < D, or
+            if B = 1 and N is not a multiple of D.
 
     Attributes:
         epoch: Number of the epoch of the next iteration.
@@ -213,8 +213,8 @@ def prepare_dataloader(
     Returns:
         The loader; one iteration over it is one epoch.
     Raises:
-        TypeError: On every rank: the dataset is iterable or has no length, or torch's DataLoader has no such argument or
-            rejects its type.
+        TypeError: On every rank: the dataset is iterable or has no length, or torch's DataLoader does not know one of
+            ``loader_kwargs``, or rejects its type.
         ValueError: On every rank: a batch would be empty; ``batch_size`` is not an integer >= 1; ``seed`` is not an
             integer; ``sampler`` or ``batch_sampler`` is given; torch's DataLoader rejects an argument; or the length of
             the dataset, or an argument that is not in ``loader_kwargs``, differs between ranks.
@@ -225,7 +225,9 @@ def prepare_dataloader(
     def share() -> ShardedDataLoader[T]:
         samples = _length_of(dataset)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
-            raise ValueError(f"{chosen[0]}= is given, but prepare_dataloader makes its own; leave the argument out")
+            raise ValueError(
+                f"{chosen[0]}= is given, but prepare_dataloader makes its own sampler; leave the argument out"
+            )
         axes = registry.topology.sample_axes
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
         sampler = ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
@@ -303,7 +305,7 @@ class ShardedDataLoader(DataLoader[T]):
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
         """Return the state that `state_dict` returns after ``batches`` batches of an epoch.
 
-        Use it if the loop counts its batches.
+        Use it if the training loop counts the batches itself.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -141,7 +141,9 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that may have started this process: all with a variable that is set, with these exceptions.
+    """Return the launchers that may have started this process.
+
+    These are all launchers of which a variable in `_NUMBERS` is set, with three exceptions:
 
     * mpich is left out if srun set the PMI variables.
     * slurm is left out if mpirun started the process.
@@ -346,9 +348,9 @@ def init_distributed(
         backend: Name of a backend, as in `torch.distributed.init_process_group`. None: NCCL if CUDA and NCCL are
             available, else gloo.
         timeout: Timeout of this call, of collectives on the default group, and of collectives on groups of registries that
-            are created without ``timeout=``. If a rank stops, the other ranks raise an error after this time. It must
-            therefore exceed the longest time for which ranks wait while another rank works. None: torch's default, 30
-            minutes, or 10 minutes with NCCL.
+            are created without ``timeout=``. If a rank stops, the other ranks raise an error after this time. The timeout
+            must therefore exceed the longest time for which ranks wait while another rank works. None: torch's default,
+            30 minutes, or 10 minutes with NCCL.
         launcher: Read only the variables of this launcher. ``"none"``: ignore all variables, and run as one process.
             None: use the first of torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
 

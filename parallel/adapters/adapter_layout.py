@@ -1,8 +1,8 @@
 """The layout of the two factors of a LoRA adapter, derived from its base layer, and the collectives of their products.
 
 An adapter adds ``scaling * B @ A`` to a weight [out, in]; A has shape [r, in], B has shape [out, r]. On a sharded layer its
-forward is A, a collective, and B. The collective moves only A's output, with r features per token. Input and output are
-scattered or gathered too where the base layer does so:
+forward is A, a collective, and B. The collective moves only A's output, with r features per token. If the base layer
+scatters or gathers its input or output, the adapter does so too. Specs of A and B, and the collectives between them:
 
     base layer            A                      between A and B                  B
     replicated            P()                    nothing                          P()
@@ -141,7 +141,7 @@ class AdapterLayout:
         return dim, length * self.registry.size(*axes), ((index * length, length),)
 
     def _feature_shard(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return the triple of `input_shards` for the last dim, with the spans of A's columns; [] if no axis shards it."""
+        """Return the triple of `input_shards` for the last dim, in a list; [] if no axis shards the dim."""
         if input.size(-1) == self.in_features:
             return []
         where = self.registry.topology, self.registry.coordinate

@@ -49,8 +49,8 @@ class Adapter(NamedTuple):
         name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
         module: This module.
         base: The base layer.
-        first, second: The factors A and B, in the shapes [r, in] and [out, r]; of several experts in one parameter, in the
-            shapes of `GroupedLoRA`.
+        first, second: The factors A [r, in] and B [out, r]. If one parameter has several experts, the factors have the
+            shapes that `GroupedLoRA` describes.
         magnitude: DoRA's magnitudes; None without DoRA.
         names: Names of A, B and the magnitudes in the model. Without DoRA the last name is unused, and may be missing.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
@@ -102,8 +102,9 @@ def declare_adapters(
         The specs by the names of the declared parameters.
     Raises:
         ValueError: The model has no adapter; a base layer is not supported or not declared; a factor has a shape that does
-            not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The text names the layer.
-            No layout is declared in these cases, except that deriving a registry declares undeclared parameters ``P()``.
+            not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The message names the
+            layer. No layout is declared in these cases, except that deriving a registry declares undeclared parameters
+            ``P()``.
     Collectives and host synchronization: none, unless the registry is derived from the model.
     """
     registry = registry or registry_in(model)
@@ -439,7 +440,7 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
 def _communicates(module: nn.Module | None) -> bool:
     """Return True if a factor's module may issue collectives: it has hooks, or another forward than `nn.Linear`.
 
-    The result is True for None, a factor that is a parameter and not a module.
+    The result is True if ``module`` is None, because the factor is then a parameter, and the forward is unknown.
     """
     if module is None:
         return True

@@ -1,8 +1,9 @@
 """LoRA adapters of several experts whose weights are in one parameter: `GroupedLoRA`.
 
-The forward of such a module is its own (a loop over experts, or a grouped matrix product), so nothing can be added to the
-output of a layer. `GroupedLoRA` adds ``scaling * B @ A`` to each expert's weight instead, while the forward of the module
-runs. The gradient of the factors then follows from the gradient of the weight:
+A module of several experts multiplies by its parameters itself, in a loop over experts or by a grouped matrix product. It
+has no linear layers to whose outputs an adapter could be added. `GroupedLoRA` adds ``scaling * B @ A`` to each expert's
+weight instead, while the forward of the module runs. The gradient of the factors then follows from the gradient of the
+weight:
 
     weight [experts, out, in]       A [experts, r, in]              B [experts, out, r]
     P(e)                            P(e)                            P(e)
@@ -125,7 +126,7 @@ class GroupedLoRA(AroundBase):
             ]
             self.lora_A[each] = keep_shard(torch.stack(full), layout.first, registry)
             self.lora_B[each] = keep_shard(torch.zeros(shape_b, **drawn), layout.second, registry)
-        # Hooks, because hooks of `fully_shard` that gather the parameters run before them.
+        # Hooks set the adapted weights, because the hooks of `fully_shard` that gather the parameters run before them.
         self._hooks = (
             base.register_forward_pre_hook(self._set_adapted),
             base.register_forward_hook(self._unset_adapted, always_call=True),

@@ -68,7 +68,7 @@ class LoRA(AroundBase):
 
     Attributes:
         base_layer: The base layer.
-        lora_A, lora_B: This rank's shards of A [r, in] and B [out, r]. B is zero at first; on an embedding, A is.
+        lora_A, lora_B: This rank's shards of A [r, in] and B [out, r]. B is zero at first; on an embedding, A is zero.
         lora_magnitude_vector: This rank's magnitudes [out]; None without DoRA.
         scaling: Factor of the adapter's output.
         is_merged: True between `merge` and `unmerge`.
@@ -545,7 +545,7 @@ def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, na
     if most != -least:
         raise ValueError(
             f"{name}: dropout needs the same masks on all ranks along {' x '.join(axes)}, but the states of torch's "
-            "default generator differ there; call torch.manual_seed with the same seed on these ranks"
+            "default generator differ between them; call torch.manual_seed with the same seed on these ranks"
         )
 
 

@@ -303,7 +303,7 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return texts with an observation that contradicts a declared layout, and its possible causes; None if none does.
+    """Return texts with an observation that contradicts a declared layout, and possible causes; None without one.
 
     Args:
         kind: The declared layout over an axis, as `Disagreement.declared`.

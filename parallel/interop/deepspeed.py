@@ -208,8 +208,8 @@ def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     Raises:
         ValueError: On every rank. The engine has ``gradient_clipping``, and its optimizer is a `ParallelOptimizer`, which
             clips too. If the model-parallel group has more than one rank, also: the engine was created without a
-            `ModelParallelUnit` of this topology; or, if the optimizer is no `ParallelOptimizer`, DeepSpeed's norm for its
-            class is not known to read the flags that `mark_model_parallel` sets, or a parameter has no such flag.
+            `ModelParallelUnit` of this topology; or, if the optimizer is no `ParallelOptimizer`, the norm of its class
+            ignores the flags that `mark_model_parallel` sets or is not known to read them, or a parameter has no flag.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

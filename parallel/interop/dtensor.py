@@ -96,9 +96,9 @@ def label(tensor: DTensor) -> str:
 
 # Attributes of DTensors -----------------------------------------------------------------------------------------------
 
-# On a DTensor: its local parameter (_LOCAL), topology and result of its last `check_mesh` (_MATCHED), and its version
-# counter at the last `follow_version` (_VERSION). On a local parameter: the local tensor, annotation, DTensorSpec and
-# memory address from which it was made or updated (_SOURCE), and the axes of `settle_sums` (_SUMS).
+# A DTensor stores its local parameter (_LOCAL), the topology and result of its last `check_mesh` (_MATCHED), and its
+# version counter at the last `follow_version` (_VERSION). A local parameter stores the local tensor, annotation,
+# DTensorSpec and memory address from which it was made or updated (_SOURCE), and the axes of `settle_sums` (_SUMS).
 _LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS = (
     f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums")
 )
@@ -149,10 +149,10 @@ def placement_spec(tensor: DTensor) -> P:
     If several mesh dims shard a tensor dim by `Shard`, the first mesh dim is the slowest, as in torch.
 
     A strided shard placement over a mesh dim has a ``split_factor`` f > 1. If later mesh dims shard the same tensor dim,
-    the sizes of the first one or more of them must have the product f. In the spec, the mesh dim of the strided placement
-    comes after these. `fully_shard` creates such placements: (_StridedShard(0), Shard(0)) over ("data", "tensor") is
-    P(("tensor", "data")). If no later mesh dim shards the tensor dim, it consists of f blocks, such as the gate and up
-    weights in one matrix, and the mesh dim shards each block.
+    f must be the product of the sizes of the first later mesh dims, one or more. In the spec, the mesh dim of the strided
+    placement comes after them. `fully_shard` creates such placements: (_StridedShard(0), Shard(0)) over ("data", "tensor")
+    is P(("tensor", "data")). If no later mesh dim shards the tensor dim, the tensor dim consists of f blocks, such as the
+    gate and up weights in one matrix, and the mesh dim shards each block.
 
     Raises:
         ValueError: A placement is partial or of an unknown kind, or the split factor of a strided shard does not fit the
@@ -184,7 +184,7 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
     ``axes`` are the axes that already shard a tensor dim, slowest first.
 
     Raises:
-        ValueError: The sizes of no number of first axes have this product.
+        ValueError: The product of the sizes of the first axes is not ``split_factor`` for any number of axes.
     """
     parts, position = 1, 0
     while parts < split_factor and position < len(axes):
@@ -303,11 +303,11 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
     """Store that backward returns a gradient of ``param`` that is partial over ``axes`` and must be summed.
 
     An axis that does not shard the parameter becomes a partial axis in the spec of the local parameter. An axis that shards
-    the parameter can't become one, because a spec names an axis once; `local_gradient` sums over this axis.
+    the parameter can't become a partial axis, because a spec names an axis once; `local_gradient` sums over this axis.
 
     Args:
         param: A DTensor parameter.
-        axes: Dims of its mesh that are not declared partial. They replace the axes that an earlier call stored.
+        axes: Mesh dims that are not declared partial. They replace the axes that an earlier call stored.
     """
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
@@ -647,7 +647,7 @@ def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
     """Raise ValueError if `_take_slice` can't compute this rank's shard from a gradient that is not sharded over ``axes``.
 
-    In each tensor dim, those of ``axes`` that shard it must come after all other axes of the dim in the parameter's spec.
+    If some of ``axes`` shard a tensor dim, they must come after all other axes of this dim in the parameter's spec.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):

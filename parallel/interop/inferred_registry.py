@@ -41,7 +41,7 @@ class _View(NamedTuple):
 
     Attributes:
         dims: The mesh dims of this rank's DTensors.
-        sliced_off: If such a mesh is a slice of a larger mesh, the other mesh dims of the larger mesh.
+        sliced_off: If the mesh of a DTensor is a slice of a larger mesh, the other mesh dims of the larger mesh.
         averaged: For each mesh dim over which `fully_shard` averages gradients, the global ranks along it.
         parameters: Per parameter, its placements as text ("" for a plain tensor) and its shape.
     """

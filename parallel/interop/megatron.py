@@ -191,7 +191,7 @@ class Rules:
         return not getattr(param, "allreduce", True) or id(param) in self._experts
 
     def _is_summed(self, name: str, param: Tensor) -> bool:
-        # Norms before the projection of multi-latent attention: the projection's backward already sums their gradient.
+        # Norms before the projection of multi-latent attention have complete gradients: the projection's backward sums.
         per_head = ("q_layernorm" in name or "k_layernorm" in name) and id(param) not in self._complete_norms
         by_name = self._norms_by_name and per_head
         return by_name or (self._sequence_parallel and bool(getattr(param, "sequence_parallel", False)))
@@ -280,8 +280,8 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         groups: Global ranks of each group of one rank, by the group's name in this module. Any rank may be chosen.
         world_size: The number of ranks.
     Raises:
-        ValueError: The ranks of a group are not evenly spaced; sizes or strides do not divide each other, so no common axes
-            exist; or no group of dense parameters connects some ranks.
+        ValueError: The ranks of a group are not evenly spaced; strides and spans of groups do not divide each other, so no
+            common axes exist; or no group of dense parameters connects some ranks.
     """
     strides = {name: _strides_of(_FIELDS[name], ranks) for name, ranks in groups.items() if len(ranks) > 1}
     by_field = {_FIELDS[name]: ranks for name, ranks in groups.items()}
@@ -289,8 +289,9 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
     for low, high in pairwise(ends):
         if high % low:
             raise ValueError(
-                f"the groups of ranks {by_field} have sizes or strides {low} and {high}, of which {low} doesn't divide "
-                f"{high}, so no mesh contains all groups; initialise Megatron with sizes that divide each other"
+                f"the groups of ranks {by_field} have strides or spans (size x stride) {low} and {high}, of which {low} "
+                f"doesn't divide {high}, so no mesh contains all groups; initialise Megatron with sizes that divide each "
+                "other"
             )
     axes: dict[str, int] = {}
     roles: dict[str, Role] = {}

@@ -82,7 +82,7 @@ def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: in
 
 
 class Linear2D(nn.Module):
-    """Linear layer ``input @ weight + bias`` on a grid of ranks, which computes the matrix product by SUMMA (`summa`).
+    """Linear layer ``input @ weight + bias`` on a grid of ranks. The matrix product is computed by SUMMA (`summa`).
 
         layer = Linear2D(256, 1024, registry)
 

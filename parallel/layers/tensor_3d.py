@@ -188,7 +188,7 @@ class DiagonalTable(nn.Module):
         registry.size(weight)  # raises if the axis is unknown; otherwise only ranks that store a shard would raise
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
-        # A buffer, because module.to() moves and casts buffers.
+        # The empty tensor is a buffer, because module.to() moves and casts buffers.
         self.register_buffer("_like", full.new_empty(0), persistent=False)
 
     def table(self) -> Tensor:
@@ -259,7 +259,7 @@ class Embedding3D(DiagonalTable):
 class Classifier3D(DiagonalTable):
     """Linear layer ``input @ weight.T + bias`` that returns all classes on every rank.
 
-    Its weight has the layout of an `Embedding3D` weight, so the two can be tied.
+    Its weight has the layout of an `Embedding3D` weight, so the two weights can be tied.
 
         head = Classifier3D(64, 32000, registry)
         loss = cross_entropy_3d(head(hidden), target, registry)

@@ -83,7 +83,7 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
 
     Args:
         param: The parameter, on this rank.
-        spec: Its layout.
+        spec: The layout of the parameter.
         name: Name of the parameter in errors. None: errors show the shape.
         full_shape: Shape of the full tensor. Checkpoints need it if the length of a dim is not a multiple of the sizes
             of the axes that shard it. None: all shards have the same shape.

@@ -468,7 +468,9 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
 def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
     """Return ``local``. Raise ValueError or TypeError if it is not a tensor that fits the spec (`P.validate`)."""
     if local is None:
-        raise ValueError(f"{spec}: the shard is None, but this rank or its owner must hold one; give the shard")
+        raise ValueError(
+            f"{spec}: the shard is None, but this rank, or the owner rank of the shard, must hold one; give the shard"
+        )
     if not isinstance(local, Tensor):
         raise TypeError(f"{spec}: the shard is a {type(local).__name__}; give a tensor")
     spec.validate(local.dim(), topology)
@@ -535,7 +537,7 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
     """Broadcast the shard of the owner rank over the owned axes, and return it on every rank.
 
-    If it is not a tensor, the owner rank returns it, and the other ranks return None.
+    If the owner's shard is not a tensor, the owner rank returns it unchanged, and the other ranks return None.
     """
     spec.validate(len(spec.entries), registry.topology)
     axes = tuple(axis for axis, _ in spec.owned)

@@ -119,7 +119,7 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
 def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
     """Return the spans of ``length`` elements of the concatenated ``spans``, from element ``start`` on.
 
-    If there are no such elements, return one span of length 0.
+    If the result has no elements, return one span of length 0.
     """
     found: list[Span] = []
     for offset, numel in spans:
@@ -261,7 +261,7 @@ def _sized(axes: Sequence[str], topology: Topology) -> str:
 def _by_axis(
     pair: tuple[str, int | str], topology: Topology, aliases: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, int | str]]:
-    """Iterate over the pairs that replace one (axis or alias, coordinate, axis or alias) pair of `owned_by_axis`."""
+    """Yield ``pair``, an item of ``owned``, as (axis, coordinate or other axis) pairs without aliases."""
     axis, at = pair
     if axis not in aliases and at not in aliases:
         yield pair

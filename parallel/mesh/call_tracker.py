@@ -179,7 +179,7 @@ def request_answers(rank: int) -> dict[int, str] | None:
             answering.ask(rank, found)
             done.set()
 
-    # In a thread, because a request blocks if the process that serves the store is stopped.
+    # The request runs in a thread, because it blocks if the process that serves the store is stopped.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(RESPONSE_TIMEOUT + POLL_INTERVAL)
@@ -289,7 +289,7 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The calls of the thread that entered the block: a generator with the block may be closed in another thread.
+        # `self._calls` is used, because the block may end in another thread, in which a generator with the block is closed.
         calls = self._calls
         if calls is None:
             return
@@ -388,7 +388,7 @@ def _explain(call: Call, registry: Caller, error: BaseException) -> str:
     listed = "; ".join(f"{named_ranks(ranks)}: {doing}" for doing, ranks in others.items())
     failed_there = f"(its last, {call}, raised RuntimeError)"
     if all(doing == f"in {call}" or failed_there in doing for doing in others):
-        advice = "All ranks made the same call: a connection was lost, or a rank took longer than the timeout"
+        advice = "All ranks made the same call, so a connection was lost, or a rank took longer than the timeout"
     else:
         advice = f"{_SAME_CALLS}, and no rank may stop before the others"
     return f"{failure}; {listed}. {advice}. {reason}"

@@ -147,7 +147,7 @@ def all_reduce(tensor: Tensor, over: Over) -> Tensor:
 def all_gather(tensor: Tensor, over: Over) -> Tensor:
     """Concatenate the shards of all ranks along ``over.dim``: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
-    # Flat views, because gloo rejects buffers with the extra dim.
+    # Flat views are passed, because gloo rejects buffers with the extra dim.
     all_gather_flat(pieces.view(-1), tensor.contiguous().view(-1), over.group)
     return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
 
@@ -179,7 +179,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
     """Return the root's tensor on every rank. Other ranks pass a tensor of the same shape and dtype with any values."""
     if over.rank == over.root:
-        # Detached: otherwise the result would have the parameter's `grad_dtype` (dtype of its gradient), on the root only.
+        # A result that is not detached would have the parameter's `grad_dtype` (dtype of its gradient), on the root only.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -65,7 +65,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
     """Gather ``value`` from every rank of ``group`` and return the values in the order of the group.
 
     First, each rank sends a message of a fixed size: the length of the pickled object, and as much of the object as
-    fits. If the object of any rank does not fit, each rank sends a second message, as long as the longest remainder.
+    fits. If the object of any rank does not fit, each rank sends the rest of its object in a second message. All second
+    messages are padded to the length of the longest rest.
 
     Args:
         value: Any object that `pickle` accepts.
@@ -86,7 +87,9 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
     room = max(LEAST, min(LARGEST, TOGETHER // ranks))
     try:
         content = pickle.dumps(value)
-    except Exception as problem:  # `pickle` raises errors of several types, and those of the object's own methods
+    except (
+        Exception
+    ) as problem:  # `pickle` raises errors of several types, and methods of the object may raise any error
         reason = f"{type(problem).__name__}: {problem}"
         raise NotPicklableError(
             f"the object can't be gathered, because pickle fails ({reason}); give plain values"

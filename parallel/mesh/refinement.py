@@ -88,8 +88,8 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
 
     Args:
         meshes: Device meshes of torch.
-        need_names: False: mesh dims without names are called dim_0, dim_1, ... True: such a mesh is an error. Default:
-            True.
+        need_names: False: mesh dims without names are called dim_0, dim_1, ... True: a mesh whose dims have no names is
+            an error. Default: True.
     Raises:
         ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
         TypeError: An item is not a device mesh.

@@ -207,10 +207,10 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def order_launches(world: dist.ProcessGroup | None) -> None:
     """Make collectives of several NCCL groups run on the GPU in the order of their launches.
 
-    This order is the same on all ranks. Without it, collectives could run in different orders on several streams, and
-    deadlock. The function sets the environment variable NCCL_LAUNCH_ORDER_IMPLICIT to 1, unless it is set. NCCL 2.26 and
-    newer read it once per process, before the first collective. If the function sets it after a collective of the default
-    group, it warns.
+    The order of the launches is the same on all ranks. Otherwise collectives on several streams could run in different
+    orders on different ranks, and deadlock. The function sets the environment variable NCCL_LAUNCH_ORDER_IMPLICIT to 1,
+    unless the variable is set. NCCL 2.26 and newer read it once per process, before the first collective. If the default
+    group has already run a collective, the function warns.
 
     Args:
         world: The default group; None: it does not exist yet.
@@ -345,7 +345,7 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     atoms = [axis for dim in by_dim for axis in dim]
     ordered = [axis for axis in topology.axes if axis in atoms]
     grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
-    # Contiguous, because torch uses the strides of the mesh tensor.
+    # The grid is made contiguous, because torch uses the strides of the mesh tensor.
     grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
     grid = grid.reshape([topology.size(*dim) for dim in by_dim])
     return DeviceMesh.from_group(groups, registry.device.type, mesh=grid, mesh_dim_names=names)
@@ -570,7 +570,7 @@ class ProcessGroupRegistry:
                 "there is no process group; call group() only if size(...) > 1, or construct the registry after "
                 "init_distributed()"
             )
-        # A digest, because the name is a prefix of keys in the store, and the list of members can be long.
+        # The name has a digest of the members, because it is a prefix of keys in the store, and the list can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
         group = new_local_group(
             members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend, device=self.device
@@ -698,10 +698,9 @@ class ProcessGroupRegistry:
     def close(self, *, abort: bool = False) -> None:
         """Destroy the process groups that this registry created.
 
-        The default group, and groups that were passed to `adopt`, are not destroyed. After this
-        call, `group` raises RuntimeError. A second call of ``close`` has no effect. If the default group was destroyed or
-        replaced after this registry was constructed, no group is destroyed. All ranks destroy their groups in the same
-        order.
+        The default group, and groups that were passed to `adopt`, are not destroyed. After this call, `group` raises
+        RuntimeError. A second call of ``close`` has no effect. If the default group was destroyed or replaced after this
+        registry was constructed, no group is destroyed. All ranks destroy their groups in the same order.
 
         Args:
             abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them.

@@ -16,13 +16,13 @@ def stop_gradient(tensor: Tensor) -> Tensor:
 
         scale = stop_gradient(torch.ones(4).norm())     # gradients ignore that the norm depends on the weights
 
-    Each forward of the model must call this function equally often, and in the same order.
+    Each forward of the model must make the same number of calls of this function, in the same order.
 
     Args:
         tensor: Any tensor.
     Returns:
-        The detached tensor, which shares memory with ``tensor``. In later forwards of `prove`, a recorded tensor of the
-        same shape, in the dtype of ``tensor``.
+        The detached tensor, which shares memory with ``tensor``. While `prove` runs, later forwards get the tensor that was
+        recorded in the first forward instead, cast to the dtype of ``tensor``.
     Raises:
         ValueError: Only while `prove` runs: a forward calls this function more often than the first forward, or with a
             tensor of another shape.
@@ -44,7 +44,7 @@ class ConstantRecord:
     def recorded(self) -> Iterator[None]:
         """Context manager for one forward and its backward.
 
-        The first forward records the results of `stop_gradient`. In later forwards `stop_gradient` returns these.
+        The first forward records the results of `stop_gradient`. In later forwards it returns them again.
         """
         global _RECORD
         before, _RECORD, self._position = _RECORD, self, 0

@@ -94,8 +94,8 @@ def render(topology: Topology, rank: int | None) -> str:
     for axis in topology.expert_axes_without_role:
         lines += [
             "",
-            f"{axis} has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",
-            f'not averaged over it. If its ranks see different samples, write roles={{"{axis}": "data"}}; else "model".',
+            f"{axis} has no role, so it counts as a model axis: gradients of replicas are not averaged over it.",
+            f'If its ranks see different samples, write roles={{"{axis}": "data"}}; if the same samples, "model".',
         ]
     return "\n".join(line.rstrip() for line in lines)
 

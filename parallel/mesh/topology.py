@@ -105,7 +105,8 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
         if name not in axes and name not in aliases:
             known = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
             raise ValueError(
-                f"roles names {name!r}, which is not an axis of this topology ({known}); write one of these"
+                f"roles= has an entry for {name!r}, which is no axis or alias of this topology ({known}); "
+                "write one of these"
             )
         if role not in get_args(Role):
             raise ValueError(f"axis {name!r} has role {role!r}; write one of {', '.join(map(repr, get_args(Role)))}")
@@ -114,7 +115,7 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
 
 def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Role:
     for source, origin, advice in (
-        (explicit, "by roles= of", "leave out one of these entries"),
+        (explicit, "by roles= for", "leave out one of these entries"),
         (_ROLE_BY_NAME, "by the name", f"roles={{{axis!r}: ...}}"),
     ):
         found = {name: source[name] for name in names if name in source}
@@ -367,7 +368,9 @@ class Peers(Sequence[int]):
             rest -= digit * stride
             at = at * size + digit
         if rest or at not in range(*slice(start, stop).indices(self._len)):
-            raise ValueError(f"rank {value} isn't one of these {self._len} ranks, {self._base} to {self[-1]}")
+            raise ValueError(
+                f"rank {value} isn't in this group of {self._len} ranks between {self._base} and {self[-1]}"
+            )
         return at
 
     def __contains__(self, value: object) -> bool:
@@ -537,7 +540,7 @@ class Topology(ByRole):
 
         If a mesh dim is one axis, the axis has the name of the mesh dim. If several mesh dims are the same axis, the
         axis has the name of the first of them, and the names of the others become aliases. If an axis is only a part of
-        mesh dims, its name is the name of the first such mesh dim and its position in it: ``data_1``.
+        mesh dims, it is named after the first of these mesh dims, with its position in the mesh dim: ``data_1``.
 
         Args:
             meshes: torch's device meshes with names of mesh dims, in the same order on all ranks of the world.

@@ -57,8 +57,8 @@ def check_text(value: object, field: str) -> None:
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
     """Raise ValueError unless ``value`` is a floating-point tensor without NaN and infinity, of the expected shape.
 
-    ``field`` is its name in the error. ``shape=None`` accepts any shape. Host synchronization: yes, for a tensor on a
-    device.
+    ``field`` is the name of ``value`` in the error. ``shape=None`` accepts any shape. Host synchronization: yes, for a
+    tensor on a device.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
         raise wrong(field, value, "a tensor of finite floats")

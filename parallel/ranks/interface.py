@@ -146,7 +146,7 @@ class RanksError(AssertionError):
         ranks_of: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
             ranks_of.setdefault(text.strip(), []).append(rank)
-        # Tracebacks first, because a rank that did not finish usually waited for a rank that raised an error.
+        # Tracebacks are shown first, because a rank that did not finish usually waited for a rank that raised an error.
         causes_first = sorted(ranks_of.items(), key=lambda item: not item[0].startswith("Traceback"))
         paragraphs = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
         count = f"{len(failures)} of {world_size} ranks" if world_size > 1 else "the only rank"

@@ -361,7 +361,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """Return the text that a worker writes to ``stack``: wait 3 seconds for the first part, 0.3 for each next part."""
+    """Return the text that a worker writes to ``stack``: wait 3 seconds for the first part, 0.3 seconds for others."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))

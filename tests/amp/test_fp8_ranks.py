@@ -191,7 +191,7 @@ def test_fp8_layers_lists_unsupported_2d_and_3d_layers(world: World) -> None:
         found
         == same
         == {
-            "uneven": "not in 8 bits: the ranks have weight shards of unequal sizes",
+            "uneven": "not in 8 bits: the layer's features do not divide evenly over the grid of ranks",
             "cube": f"{without} Linear3D",
             "head": f"{without} Classifier2D",
             "last": f"{without} Classifier3D",

@@ -411,7 +411,9 @@ def test_stochastic_rounding_noise_is_equal_on_replicas_and_differs_between_shar
 
 
 def nameless_on_a_mesh() -> str:
-    with pytest.raises(ValueError, match="has no name, but stochastic rounding seeds its replicas by name") as problem:
+    with pytest.raises(
+        ValueError, match="has no name, but the seed of its rounding noise is computed from its name"
+    ) as problem:
         rounded_on_a_mesh(False)
     return str(problem.value)
 

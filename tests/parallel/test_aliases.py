@@ -77,7 +77,7 @@ def test_axes_take_the_role_of_their_alias() -> None:
         ),
         (
             lambda: Topology(x=2, aliases={"y": "x"}, roles={"x": "data", "y": "model"}),
-            "'data' by roles= of 'x' and 'model' by roles= of 'y'; give it one role: leave out one",
+            "'data' by roles= for 'x' and 'model' by roles= for 'y'; give it one role: leave out one",
         ),
         (
             lambda: FOLDED.size("dat"),

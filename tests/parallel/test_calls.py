@@ -236,7 +236,7 @@ def test_timeout_error_does_not_blame_call_order_if_calls_are_equal(waited: Ende
             rf"rank {rank} got no reply in step \(its 1st\); rank {1 - rank}: "
             # The first rank to get a reply may have left the call before the other rank requests one.
             r"in (step \(its 1st\)|no call of meshstep \(its last, step \(its 1st\), raised RuntimeError\), but at .*)\. "
-            "All ranks made the same call: a connection was lost, or a rank took longer than the timeout. "
+            "All ranks made the same call, so a connection was lost, or a rank took longer than the timeout. "
             f"torch reports: {re.escape(cause)}",
             error,
         )

@@ -210,7 +210,9 @@ def owner_gives_none() -> list[str]:
     messages = []
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         for spec in (P("col", owned={"row": 0}), P("col")):
-            with pytest.raises(ValueError, match="this rank or its owner must hold one; give the shard") as error:
+            with pytest.raises(
+                ValueError, match="this rank, or the owner rank of the shard, must hold one; give the shard"
+            ) as error:
                 unshard(None, spec, registry)
             messages.append(str(error.value))
     return messages

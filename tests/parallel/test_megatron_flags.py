@@ -47,7 +47,7 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
         (
             {"tensor": (0, 1, 2), "data": (0, 3), "expert": (0, 1)},
             6,
-            "sizes or strides 2 and 3, of which 2 doesn't divide 3",
+            "strides or spans (size x stride) 2 and 3, of which 2 doesn't divide 3",
         ),
         ({"tensor": (0, 1, 3)}, 4, "tp has ranks [0, 1, 3], but the ranks of a group must be evenly spaced"),
         (

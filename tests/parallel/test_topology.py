@@ -122,8 +122,8 @@ def test_topology_table_explains_an_expert_axis_without_role() -> None:
     assert Topology(ep=2) == Topology(ep=2, roles={"ep": "model"})
     lines = Topology(data=2, ep=4).table().splitlines()
     assert lines[-2:] == [
-        "ep has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",
-        'not averaged over it. If its ranks see different samples, write roles={"ep": "data"}; else "model".',
+        "ep has no role, so it counts as a model axis: gradients of replicas are not averaged over it.",
+        'If its ranks see different samples, write roles={"ep": "data"}; if the same samples, "model".',
     ]
     assert "has no role" not in Topology(data=2, ep=4, roles={"ep": "data"}).table()
 
@@ -153,7 +153,7 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: Topology(row=True), "size True"),
         (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[call-overload]
         (lambda: Topology(roles=None, **{"a-b": 2}), "can't name an axis"),
-        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is not an axis of this topology"),
+        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is no axis or alias of this topology"),
         (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]
         (lambda: Topology.parse("row"), "'row' is neither axis=size nor alias"),
         (lambda: Topology.parse("row=x"), "row=x"),
@@ -231,7 +231,7 @@ def test_topology_peers_behave_like_a_tuple(topology: Topology, data: st.DataObj
     assert peers != expected[1:]
     with pytest.raises(IndexError):
         peers[len(peers)]
-    with pytest.raises(ValueError, match="isn't one of these"):
+    with pytest.raises(ValueError, match="isn't in this group of"):
         peers.index(-1)
     assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ..parallel.layout.spec import P
 from ..parallel.mesh.topology import Topology
 
-# Layouts of a parameter over one axis. "copied": replicated. "owned": only ranks with one coordinate on the axis hold it.
-# "diagonal": only ranks with equal coordinates on this axis and on another axis hold it.
+# Layouts of a parameter over one axis. "copied": replicated. "owned": only ranks at one coordinate of the axis hold the
+# parameter. "diagonal": only ranks with equal coordinates on this axis and on another axis hold the parameter.
 Kind = Literal["copied", "sharded", "partial", "owned", "diagonal", "tied"]
 AXES = ("col", "data", "expert", "pipe", "row", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,7 @@ def specs(
     owned: dict[str, int | str] = {}
     tied: dict[str, tuple[int, ...]] = {}
     pipe, data = topology.pipe_axes, topology.data_axes
-    # "sharded" is listed twice, because other kinds need a sharded axis.
+    # "sharded" is listed twice, so that it is drawn more often, because "diagonal" needs another axis that is sharded.
     uses: list[Kind] = [kind for kind in ("copied", "sharded", *get_args(Kind)[1:]) if kind in {*kinds, "copied"}]
     for axis in draw(st.permutations(topology.axes)):
         use, size = draw(st.sampled_from(uses)), topology.size(axis)

@@ -150,7 +150,7 @@ class FlagCopy:
 
 
 class Hold:
-    """Advances a schedule in each call of `step`, except in an accumulation window and after a skipped optimizer step.
+    """Advances a schedule by calls of `step`, except in the middle of an accumulation window and after a skipped step.
 
     The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
     call of `step`, as when a CUDA graph replays its steps, the flag of its last step is read again.
@@ -351,7 +351,7 @@ class WarmupLR(LRScheduler):
     def rate(self, base: float | Tensor, step: int) -> float | Tensor:
         """Return the learning rate of a param group with base rate ``base`` after ``step`` taken steps."""
         warm, left = min(1.0, (step + 1) / (self.warmup_steps + 1)), self.decay(step)
-        return warm * (base * left + self.floor * (1 - left))  # without rounding errors if warm and left are 1
+        return warm * (base * left + self.floor * (1 - left))  # exactly ``base`` if warm and left are 1
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate at the schedule's current position (``last_epoch`` taken steps), per param group.
@@ -369,7 +369,7 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the schedule by one step, except in an accumulation window or after a skipped step; see `WarmupLR`.
+        """Advance the schedule by one step, except in the middle of an accumulation window or after a skipped step.
 
         With ``hold_on_skip=False`` it also advances after a skipped step.
 
@@ -805,7 +805,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Advance the wrapped schedule by one step, except after a skipped step and within an accumulation window.
+        """Advance the wrapped schedule by one step, except in the middle of an accumulation window or after a skipped step.
 
         On a GPU the schedule advances later, when the host knows whether the step was skipped (see the class).
 

@@ -186,7 +186,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
         return factors.amin() if factors.numel() else torch.ones_like(norms.total)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
-        """Change the ``.grad`` of these tensors in place, after the factors were applied. Default: no change."""
+        """Change the ``.grad`` of the given tensors in place, after the factors were applied. Default: no change."""
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class ClipState:
         kind, saved = type(self.rule).__name__, saved or {}
         state = saved.get("state", {})
         if saved.get("rule") != kind or not _fits(initial, state):
-            found = f"is for {saved['rule']} and does not fit" if "rule" in saved else "has no state of a rule"
+            found = f"is for {saved['rule']} and does not fit" if "rule" in saved else "has no state of a clipping rule"
             warnings.warn(
                 f"{kind} keeps {', '.join(sorted(initial))} from step to step, but the loaded state {found}: the rule "
                 "starts from the initial values, with its warm-up if it has one",
@@ -428,7 +428,8 @@ class ClipState:
         new = {name for numbers in state.values() if isinstance(numbers, dict) for name in {*self.names} - {*numbers}}
         if new:
             warnings.warn(
-                f"the loaded state of {kind} has no values for {some(sorted(new))}: these start from the initial values",
+                f"the loaded state of {kind} has no values for {some(sorted(new))}; these parameters start from "
+                "the initial values",
                 stacklevel=2,
             )
 

@@ -154,7 +154,7 @@ def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[i
 # The decision of a step, and the scale that the gradients still contain -----------------------------------------------
 
 
-SHARD_COUNTS = "shards with a gradient"  # the field of `MissingShards` in the packed sum
+SHARD_COUNTS = "shards with a gradient"  # name of the field of `MissingShards` in the `PackedSum`
 
 
 class StepDecision(NamedTuple):

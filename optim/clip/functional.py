@@ -67,7 +67,10 @@ def unique_params(params: Params) -> list[NamedParam]:
 
 def _check_tensors(kinds: set[type]) -> None:
     if wrong := [kind.__name__ for kind in kinds if not issubclass(kind, Tensor)]:
-        raise TypeError(f"params has an item of type {wrong[0]}; give a module, parameters, or (name, parameter) pairs")
+        raise TypeError(
+            f"params has an item of type {wrong[0]} where a parameter is expected; give a module, parameters, or pairs "
+            "(name, parameter)"
+        )
 
 
 @dataclass
@@ -561,7 +564,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
     known = state.norms.get(key)
     if known is not None:
-        listed.pending = known.pending  # saves computing it: equal keys mean the same annotations
+        listed.pending = known.pending  # equal keys mean equal annotations, so `pending` is equal too
 
     def make_norm(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:

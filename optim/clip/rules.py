@@ -542,8 +542,8 @@ class SkipSpikes(Clip):
         check_whole_number(self.warm_up, "warm_up", 1)
         if self.warm_up > self.window:
             raise ValueError(
-                f"warm_up={self.warm_up} and window={self.window}: a window never has {self.warm_up} norms; give a warm_up "
-                f"of at most {self.window}, or a longer window"
+                f"warm_up={self.warm_up} and window={self.window}: the window never has {self.warm_up} norms; give a "
+                f"warm_up of at most {self.window}, or a longer window"
             )
 
     def initial(self) -> Mapping[str, Initial]:

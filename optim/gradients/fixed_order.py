@@ -1,7 +1,8 @@
 """Sums over micro-batches in one binary tree that does not depend on how many data ranks hold the micro-batches.
 
-The micro-batches of a window are numbered over all data ranks: data rank r holds the numbers r*K to r*K + K-1, where K is
-``accumulation_steps``. The gradients are summed in the binary tree over these numbers:
+The micro-batches of an accumulation window (of one optimizer step) are numbered over all data ranks: data rank r holds
+the numbers r*K to r*K + K-1, where K is ``accumulation_steps``. The gradients are summed in the binary tree over these
+numbers:
 
     number of the micro-batch     0   1   2   3   4   5
     level 1                       0+1     2+3     4+5
@@ -125,7 +126,7 @@ def nodes_of(numbers: Iterable[int]) -> list[Node]:
 
 
 class TreeRanks(NamedTuple):
-    """The data ranks that hold the micro-batches of a window.
+    """The data ranks that hold the micro-batches of an accumulation window.
 
     Attributes:
         axes: The data axes larger than 1.
@@ -316,8 +317,8 @@ class FixedOrderSum:
         steps = self._ranks.steps
         if self.micro_batches >= steps:
             raise RuntimeError(
-                f"{self.micro_batches + 1} micro-batches in a window of accumulation_steps={steps}: call step() and "
-                "zero_grad() after each window"
+                f"{self.micro_batches + 1} micro-batches in an accumulation window of accumulation_steps={steps}: call "
+                f"step() and zero_grad() after every {steps} micro-batches"
             )
         number = self._ranks.rank * steps + self.micro_batches
         self._tree.add(number, [dense(param.grad) if param.requires_grad else None for param in self.params])

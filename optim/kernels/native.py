@@ -249,7 +249,7 @@ def built() -> Native | None:
 
 @dataclass(frozen=True)
 class Adam:
-    """Formula of Adam and AdamW. Optimizer states: first moment, second moment, and with ``amsgrad`` its maximum.
+    """Formula of Adam and AdamW. Optimizer states: both moments, and with ``amsgrad`` the maximum of the second.
 
     With ``decoupled``, the weight decay does not go through the moments (AdamW).
 

@@ -31,7 +31,7 @@ WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 @triton.jit
 def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
-    """Return one float64 from a block of lanes: their sum, or for POWER 0 (p = inf) the largest.
+    """Return one float64 from a block of lanes: their sum, or for POWER 0 (p = inf) their maximum.
 
     For POWER 0 the lanes are int64 with the bits of float64 values >= 0 or NaN.
     """

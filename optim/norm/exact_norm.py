@@ -1,4 +1,4 @@
-"""Global norms that are bitwise equal for any number of data ranks: exact sums of |g|^p over the gradients' elements.
+"""Global gradient norms that are bitwise equal for any number of data ranks, because the sums of |g|^p are exact.
 
 A sum of float64 numbers depends on the order of the additions, because each addition rounds. If all summands are multiples
 of one quantum and the sum has at most 53 bits, then no addition rounds, and every order gives the same sum. So:
@@ -118,12 +118,12 @@ class ExactNorm(GlobalNorm):
         extra: Tensor | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Norms:
-        """Return the norms of the gradients. Arguments as in `GlobalNorm`; ``weights`` is ignored."""
+        """Return the norms of the gradients. Arguments as in `GlobalNorm.__call__`; ``weights`` is ignored."""
         if self._by_norms:
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         device = present[0][1].device if present else self._wire if extra is None else extra.device
-        # This rank also checks gradients whose powers another replica adds: a NaN in any replica must make the norm NaN.
+        # All gradients are checked, also of shards that another rank measures: a NaN in any replica must make the norm NaN.
         is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
         top = torch.where(is_finite.to(device), 0.0, inf).double()
         batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]
@@ -170,7 +170,11 @@ class ExactNorm(GlobalNorm):
         yield from ((members, parts) for members, parts, _ in open_batches.values())
 
     def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
-        """Add the summands of one batch, [chunks, 3], to the rows of ``slots`` for their param groups and parameters."""
+        """Add the summands of one batch, [chunks, 3], to ``slots``.
+
+        The summands of a chunk are added to the row of its param group, and with ``per_parameter`` also to the row of its
+        logical parameter.
+        """
         entries = self.plan.entries
         targets = [[entries[i].group for i, _ in members]]
         if self.per_parameter:

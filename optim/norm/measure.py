@@ -85,7 +85,7 @@ Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
-    """Raise ValueError unless ``every`` is an integer >= 1. The error text begins with ``said``, the argument as text."""
+    """Raise ValueError unless ``every`` is an integer >= 1. ``said``, the argument as text, begins the error."""
     if not is_whole(every, 1):
         raise ValueError(f"{said}: give a whole number of steps >= 1")
 

@@ -388,7 +388,7 @@ class ReductionPlan:
 
     @cached_property
     def replica_weights(self) -> tuple[float, ...]:
-        """Return for each entry 1 / `num_replicas`: the factor on its sum of |g|^p with ``reduction="packed"``."""
+        """Return for each entry 1 / `num_replicas`: with ``reduction="packed"``, the factor on the entry's sum of |g|^p."""
         return tuple(1 / replicas for replicas in self.num_replicas)
 
     @cached_property
@@ -414,7 +414,7 @@ class ReductionPlan:
 
     @property
     def are_first_replicas(self) -> tuple[bool, ...]:
-        """Return for each entry True on the first of the ranks that hold the same shard."""
+        """Return for each entry whether this rank is the first of the ranks that hold the same shard."""
         return tuple(number == 0 for number, _ in self.replica_places)
 
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:

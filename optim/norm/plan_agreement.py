@@ -343,6 +343,6 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
             return (
                 f"ranks {first} and {second} hold {differ}, first in {(one or other or mine[0]).name}: rank {first} has "
                 f"[{shown[0]}], rank {second} has [{shown[1]}]; declare the same parameters in the same order on both, or "
-                "declare their ranks with owned= or tied="
+                "declare the ranks that hold them with owned= or tied="
             )
     raise AssertionError("digests differ but declarations do not")

@@ -74,7 +74,7 @@ class ReplicaMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A parameter whose replicas differ along one axis.
+    """A difference along one axis between replicas of a parameter, of its gradient or of its optimizer state.
 
     Args:
         name: Name of the logical parameter.
@@ -442,8 +442,8 @@ def _find_minorities(
 # the gradient. Along each axis of n ranks that shards the parameter, the rank at coordinate 0 adds -(n - 1) h to a slot,
 # the other ranks add h, and all ranks add 1 to a count. If a slot is 0 and its count is above 0, all shards are equal.
 #
-# Some shards may be equal without a mistake. For these, a rank adds a number unique to the rank instead of h, so the slot
-# is not 0:
+# Some shards may be equal without a mistake. For such a shard, a rank adds a number unique to the rank instead of h, so
+# the slot is not 0:
 #
 # * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialisation),
 # * shards with fewer than `ENOUGH` elements, or with fewer than `ENOUGH_CONSTANT` and constant weights (a bias of zeros),
@@ -527,7 +527,7 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: False if true shards with such values may be equal by chance, else True.
+    """Return a 0-dim bool: False if shards with such values may be equal although the parameter is sharded, else True.
 
     False: the gradient is constant, or the weights are constant and few. Return None if the gradient is None, is not a
     dense float tensor, or has fewer than `ENOUGH` elements.
@@ -612,7 +612,7 @@ class TensorHash:
         return total
 
     def _hash_small(self, words: Sequence[Tensor], table: Tensor) -> Tensor:
-        """Return the hashes of small tensors: differences of one running sum over the words of all tensors.
+        """Return the hashes of small tensors, computed as differences of one running sum over the words of all tensors.
 
         This takes a few kernels in total instead of a few per tensor. The running sum is exact modulo 2^64.
         """

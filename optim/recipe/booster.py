@@ -486,7 +486,7 @@ class Booster(Saving, Generic[Stats_co]):
         if options.get("overlap") and self.data_parallel is not None:
             raise ValueError(
                 f"overlap=True with data_parallel={self.data_parallel!r}: overlap needs data_parallel=None, with which the "
-                "optimizer itself averages gradients; leave one of them out"
+                "optimizer itself averages gradients; leave out overlap= or data_parallel="
             )
         clip_of(max_norm)
         # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`; with None, gradients of several

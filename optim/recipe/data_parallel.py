@@ -241,7 +241,10 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 def _replicated_tensors(
     model: nn.Module, registry: ProcessGroupRegistry
 ) -> dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]:
-    """Return by name the parameters and buffers with replicas over data axes, by the ranks that hold the replicas."""
+    """Return the parameters and buffers with replicas over data axes.
+
+    The result has, for each tuple of ranks that hold the same replicas, a dict of the tensors by name.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"broadcast_weights: the model is a {type(model).__name__}; give an nn.Module")
     topology, found = registry.topology, dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]()
@@ -374,7 +377,8 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
                 if mine.partition(": ")[2] != other.partition(": ")[2]:
                     raise ValueError(
                         f"replicas can't be aligned: they have {mine} on rank {rank}, but {other} on rank {first}; perhaps "
-                        "only one was stepped. Load a checkpoint, so that both have the same optimizer states"
+                        "only one of these replicas was stepped. Load a checkpoint, so that both have the same optimizer "
+                        "states"
                     )
             if len(own) != len(others):
                 raise ValueError(

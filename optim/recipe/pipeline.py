@@ -260,7 +260,9 @@ def check_pipeline(
         raise ValueError(f"{kind} has no loss_fn, so it runs no backward; give it a loss_fn on every rank")
     _check_group(schedule, registry)
     if optimizer is None:
-        raise ValueError(f"{kind} is given without an optimizer; give one, or call {kind}.eval() to evaluate only")
+        raise ValueError(
+            f"{kind} is given without an optimizer; give an optimizer, or call {kind}.eval() to evaluate only"
+        )
     if data_parallel == "ddp":
         raise ValueError(
             "data_parallel='ddp' would wrap the stages, but the schedule already refers to the unwrapped stages; give "

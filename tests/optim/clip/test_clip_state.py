@@ -232,7 +232,7 @@ def test_copied_and_pickled_optimizer_keeps_rule_state(label: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (None, "has no state of a rule"),
+        (None, "has no state of a clipping rule"),
         (ByNorm(WarmUp(2.0, 1.0, 5)), "is for ByNorm and does not fit"),
         (SkipSpikes(3.0, window=8, warm_up=2), "is for SkipSpikes and does not fit"),
     ],
@@ -521,7 +521,7 @@ def test_clip_grad_norm_requires_clip_state_for_rules_other_than_by_norm(rule: A
             r"max_norm=-1.0: give a finite number > 0, for gradients without the loss scale",
         ),
         (SkipSpikes(1.0), ValueError, r"factor=1.0: give a number > 1"),
-        (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has 5 norms"),
+        (SkipSpikes(warm_up=5, window=4), ValueError, "the window never has 5 norms"),
         (SkipSpikes(statistic="middle"), ValueError, "statistic='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
         (ByGroup((0.5, -1.0)), ValueError, r"ByGroup thresholds\[1\]=-1.0: give a finite number > 0"),
         (ByGroup((0.5,), nan), ValueError, "ByGroup others=nan: give a finite number > 0"),

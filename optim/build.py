@@ -127,7 +127,7 @@ class Setup:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
-        """Return ``groups`` without frozen parameters that have no (supported) spec, and a list of these parameters.
+        """Return ``groups`` without frozen parameters that lack a supported spec, and a list of these parameters.
 
         The optimizer leaves such parameters out, so a frozen model needs no declarations. Each group is a sequence of
         (name, parameter) pairs. In the list, a parameter without a name is described by its shape.
@@ -315,8 +315,8 @@ class Setup:
         for placement in self.placements:
             if isinstance(placement, Sharded) and placement.compression is not None:
                 raise ValueError(
-                    f"Sharded(compression={placement.compression!r}) with sum_order='fixed', which exchanges all bits: "
-                    "leave compression= out"
+                    f"Sharded(compression={placement.compression!r}) with sum_order='fixed', which does not support "
+                    "compression: leave compression= out"
                 )
 
     def check_sum_order_of(self, clip: Clip | None) -> None:
@@ -364,7 +364,8 @@ class Setup:
         reasons = []
         if switch is not None and not self.overlap and self.sum_order == "any":
             reasons.append(
-                "data_parallel= averages gradients itself: leave it out, don't wrap the model, and `step` averages them"
+                "the module in data_parallel= averages gradients: leave it out, don't wrap the model, and `step` averages "
+                "them"
             )
         if not self.average_data:
             reasons.append(
@@ -634,9 +635,10 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 # Options --------------------------------------------------------------------------------------------------------------
 
-# The types of `ParallelOptimizer`'s arguments, for functions that pass them on.
-
-# The return type of `step`: GradStats; with ``accumulation_steps`` also None, before the last micro-batch of a window.
+# `StepOptions` and `AllOptions` are the types of ``**options`` in functions that pass them on to `ParallelOptimizer`.
+#
+# `Stats_co` is the return type of `ParallelOptimizer.step`. With ``accumulation_steps`` it includes None, the result before
+# the last micro-batch of an accumulation window.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
@@ -753,7 +755,7 @@ def as_one(
 
     try:
         return made()
-    except Exception:  # any type: without this rank, the other ranks would wait in the constructor's first collective
+    except Exception:  # of any type, because other ranks would wait for this rank in a collective
         return on_all_ranks(made, registry)
 
 

@@ -119,9 +119,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             The param groups are changed: in modes with master weights they hold the master weights afterwards, and for
             DTensor parameters (`fully_shard`, `parallelize_module`) the local tensors; see
             `meshstep.parallel.interop.dtensor`. While the `ParallelOptimizer` lives, ``optimizer.step()`` raises
-            RuntimeError. Its ``zero_grad``, ``load_state_dict``, ``add_param_group``, ``train`` and ``eval`` call the
-            methods of the `ParallelOptimizer`; on an optimizer of a list, ``load_state_dict`` and ``add_param_group``
-            raise RuntimeError.
+            RuntimeError. The wrapped optimizer's ``zero_grad``, ``load_state_dict``, ``add_param_group``, ``train`` and
+            ``eval`` call the methods of the `ParallelOptimizer`; on an optimizer of a list, ``load_state_dict`` and
+            ``add_param_group`` raise RuntimeError.
         registry: The process groups of the mesh axes that the specs name.
         max_norm: The threshold for the global norm of the gradients without the loss scale; finite, > 0. Or a function
             of the number of steps (`WarmUp`), a clipping rule (`Clip`), or a dict of rules by name pattern (`ByName`).
@@ -171,8 +171,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             before anything is stepped.
             ``"first"`` (default): in the first step with a finite norm, also after parameters were added. This finds
             different seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
-            tensor-parallel ranks, and a replica declared sharded (ValueError). If gradients of replicas are zero there, as
-            beside the zero factor of a LoRA adapter, the next step compares once more.
+            tensor-parallel ranks, and a replica declared sharded (ValueError). If gradients of replicas are zero in that
+            step, such as those of LoRA's factor A while B is zero, the next step compares once more.
             True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
             synchronization per step.
             False: never, for replicas that may differ by rounding (see `align_replicas`).
@@ -182,9 +182,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             reduced. It returns a bool, or a 0-dim bool tensor, which the host does not read from a GPU. If it returns
             False on any rank, all ranks skip the step; the loss scale does not count this as an overflow. If the
             function raises on a rank, all ranks skip the step, and this rank raises the exception at the end of `step`.
-            None (default): no vote.
-        on_nonfinite: The effect of a non-finite norm. ``"skip"`` (default): every rank skips the step, and 50 such
-            steps in a row are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError
+            None (default): no rank can reject a step.
+        on_nonfinite: The effect of a non-finite norm. ``"skip"`` (default): every rank skips the step, and 50
+            consecutive skips are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError
             with the parameters' names (one or more host synchronizations per step).
         on_missing_params: The effect of trainable parameters of the model that no `ParallelOptimizer` has, such as the
             parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
@@ -336,7 +336,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
             optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True), max_norm=1.0)
 
-        Needs no registry and no declarations. The layouts are inferred from the device meshes of DTensors
+        It needs no registry and no declarations. The layouts are inferred from the device meshes of DTensors
         (`fully_shard`, `parallelize_module`, experts on another mesh), or from the meshes of a Transformers model that
         `from_pretrained` has sharded. Other undeclared parameters count as replicated; the first step compares the
         replicas, unless ``check_replicas=False``. `DistributedDataParallel` and `fully_shard` modules within the model
@@ -417,7 +417,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 the sum of the weights over the window and all data ranks. A number, or a 0-dim tensor. It must be equal
                 on ranks that see the same samples. 0: the loss is multiplied by 0, so the micro-batch adds nothing to the
                 gradients, even if the loss is NaN. Its backward runs, so gradients are NaN if a derivative of the loss
-                is not finite, as that of a sum divided by 0. None (default): the loss is a mean. With
+                is not finite, such as that of a sum divided by 0. None (default): the loss is a mean. With
                 ``accumulation_steps`` the gradient is then the mean over the window.
             kwargs: Keyword arguments of `torch.Tensor.backward`.
 
@@ -431,7 +431,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``loss.backward()`` within it.
                 * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
                   (``overlap=True``).
-                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, the last window's gradients are not None.
+                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, gradients of the previous window are not None.
                 * An earlier backward of the window raised: call `zero_grad`, which then abandons the window. Or any
                   earlier backward raised within a `fully_shard` module in ``data_parallel``, and its ``reset_iter_state``
                   (torch 2.14 or later) was not called.
@@ -607,7 +607,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             return decision.stats  # type: ignore[return-value]
 
     def _update(self, decision: StepDecision) -> None:
-        """Run the update. With several ranks, an error in a step that they skip is raised at the end of the step."""
+        """Run the update. With several ranks, an error in a step that all ranks skip is raised at the end of the step."""
         try:
             with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
                 request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
@@ -791,7 +791,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         window = self._window
         window.captured = check_captured(call, self.not_captured)
-        in_use(clip)  # checks its arguments
+        in_use(clip)  # checks the arguments of the rule
         self._setup.check_sum_order_of(clip)
         if not window.is_full:
             window.pending_clip = clip
@@ -877,7 +877,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             added = named_params_of([group])
             known = {id(param) for params in self._given for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
-                raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
+                raise ValueError(f"{twice} of the new group's parameters are in another group already; leave them out")
             where = {str(param.device) for _, param in added}
             if not any(self._groups) and where - {str(self._device)}:
                 raise ValueError(
@@ -907,8 +907,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 param.requires_grad_(True)
             optimizer.refresh()
 
-        Every rank must call it at the same point. It is needed after a parameter of the param groups was unfrozen that
-        was frozen when the optimizer was made, or in the last `refresh`. The parameter gets a master weight, shards and
+        Every rank must call it at the same point. It is needed after you unfroze a parameter that was frozen when the
+        optimizer was made or last refreshed. The parameter gets a master weight, shards and
         gradient buckets, and trains in its own param group, as in a torch optimizer. So learning-rate schedules continue.
 
         Freezing needs no call: a frozen parameter is not stepped. After the call its gradient is no longer reduced, except
@@ -1206,8 +1206,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Two runs have the same hash if their model parameters, stepped tensors, optimizer states, loss scale and state of
         the clipping rule are bitwise equal, also if the runs have different topologies and state placements with the same
-        precision mode. (The opposite: two states that differ have equal hashes with a probability of 2^-63.) Parameters
-        need names that are equal in both runs, and shards a known place in the full tensor. States that the optimizer
+        precision mode. Two different states have equal hashes with a probability of 2^-63. Parameters need names that
+        are equal in both runs, and shards need a known place in the full tensor. States that the optimizer
         factors or packs per shard make the hash depend on the topology.
 
         Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read.

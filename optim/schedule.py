@@ -474,8 +474,8 @@ class WarmupLR(LRScheduler):
         You may call it before or after the optimizer loads its own state. The written rates are those of this
         schedule's formula at the saved position. Inside a `SequentialLR`, another schedule may have set the rates that
         were saved. Then the saved rates are written instead, if this schedule's formula gives the same rates as when it
-        was saved, and if they are not this schedule's initial rates. A schedule that its `SequentialLR` had not started
-        when the state was saved writes no rates.
+        was saved, and if the saved rates are not this schedule's initial rates. A schedule that its `SequentialLR` had
+        not started when the state was saved writes no rates.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -876,8 +876,8 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
         raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give a schedule of torch or meshstep")
     if scheduler.optimizer is not optimizer:
         raise ValueError(
-            f"{type(scheduler).__name__} was created with another {type(scheduler.optimizer).__name__} than the given one; "
-            "create the schedule with the plain optimizer, and give both to boost"
+            f"{type(scheduler).__name__} was created with another {type(scheduler.optimizer).__name__} than the given "
+            "optimizer: create the schedule with the torch optimizer that you give to boost"
         )
     found = [scheduler]
     for value in vars(scheduler).values():

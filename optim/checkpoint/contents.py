@@ -157,7 +157,7 @@ class LogicalParameters:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return ``model`` without `DistributedDataParallel`, ``torch.compile`` and similar wrappers around it.
 
-    The wrappers would prefix the names of its parameters.
+    The wrappers would add prefixes to the names of the model's parameters.
     """
     while True:
         within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
@@ -274,8 +274,8 @@ def part_of(region: Region, tensor: Tensor) -> SavedTensor:
 # Step counts, and other optimizer states that are one number, are saved per shard: experts on different ranks may have
 # different step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same
 # layout, each shard gets its own numbers back. In another layout, a new shard may combine several saved shards. If
-# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps, of those that were
-# stepped. Elements without a saved state get initial values.
+# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps, ignoring shards that
+# were never stepped. Elements without a saved state get initial values.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 """The region of a shard within its parameter, as a tuple of the fields ``spans``, ``start`` and ``stop`` of `Region`."""

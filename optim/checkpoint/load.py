@@ -142,7 +142,7 @@ class Restoration:
     def _check_states(self, own: OptimizerState) -> None:
         """Raise ValueError if index and record of the checkpoint list different states, or if a number is missing.
 
-        Such a number is a step count, or another state in `SCALAR_STATE` that the optimizer has.
+        The numbers are step counts and other states in `SCALAR_STATE` that the optimizer has.
         """
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
@@ -215,7 +215,7 @@ class Restoration:
 
         Raises:
             ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
-                mesh. Or as in `PieceStates.of` and `_allocate`.
+                mesh. Other errors are those of `PieceStates.of` and `_allocate`.
         """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
@@ -371,7 +371,7 @@ def load_checkpoint(
         ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; the checkpoint does
             not fit the model, optimizer or schedule; or ranks differ in ``trainable_only``, or in whether they give an
             optimizer. Model, optimizer and schedule are unchanged on all ranks.
-        RuntimeError: On every rank: a rank could not read, or the checkpoint was replaced in each of several attempts.
+        RuntimeError: On every rank: a rank could not read a file, or another run replaced the checkpoint in each attempt.
             Model, optimizer and schedule are unchanged.
         TypeError: On every rank: ``path`` is not a path. On this rank: neither an optimizer nor a registry is given, or
             a schedule without an optimizer, or the optimizer is not a `ParallelOptimizer`.

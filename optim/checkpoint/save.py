@@ -11,9 +11,9 @@
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
 Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors.
-When saving, ranks write their shards, replicas once; when loading, each rank reads the parts that it needs. So a run
-that was saved on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The
-parameters of all ranks together must have the same names and full shapes as in the saved model.
+When saving, ranks write their shards, and each replicated shard once; when loading, each rank reads the parts that it
+needs. So a run that was saved on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one
+process. The parameters of all ranks together must have the same names and full shapes as in the saved model.
 
 `torch.distributed.checkpoint` plans which rank writes which part. A checkpoint is a directory: files with the bytes of
 tensors, an index of these files, files with other data, and a manifest with checksums.
@@ -179,7 +179,7 @@ def make_snapshot(
     def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
-        # Before the optimizer's state is read: the schedule's state_dict may first undo an advance that it made for a
+        # Called before the optimizer's state is read, because the schedule's `state_dict` may undo an advance for a
         # skipped step, which changes the optimizer's learning rates.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
@@ -455,7 +455,7 @@ class AsyncSaver:
 
 
 def _copy_to_host(snapshot: Snapshot) -> tuple[Snapshot, list[torch.cuda.Event]]:
-    """Start to copy ``snapshot``, its ``tensors`` to the CPU. The copy shares no memory with the model and the optimizer.
+    """Start to copy ``snapshot`` to CPU memory. The copy shares no memory with the model and the optimizer.
 
     Returns:
         The copy, and one event per CUDA device. Wait for the events before you read the copy.

@@ -340,7 +340,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
     """Return the stored parts of a tensor that overlap with ``box``.
 
     Raises:
-        ValueError: They do not cover all of ``box``.
+        ValueError: The stored parts do not cover all of ``box``.
     """
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):

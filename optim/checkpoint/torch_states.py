@@ -42,7 +42,7 @@ class ParameterStates:
         local: ``param``, or its local tensor if it is a DTensor.
         entry: The layout of the parameter.
         held: (position in the param groups, stepped tensor) for each shard of ``local`` that this rank steps.
-        sharded_over: The mesh axes over which `Sharded` (ZeRO) divides ``local`` into shards. None: it does not.
+        sharded_over: The mesh axes over which `Sharded` (ZeRO) divides ``local`` into shards. None: no axes.
     """
 
     registry: ProcessGroupRegistry
@@ -211,7 +211,9 @@ _CHECK_STATE = fields(
         "param_groups": list_of(fields({"params": list_of(anything)})),
     }
 )
-_CLIP = _OWN + "clip"  # the clipping rule's state, as one text: a flattened state dict repeats it per parameter
+# The clipping rule's state is one JSON text, because torch's flattened state dict repeats each entry of a param group for
+# every parameter.
+_CLIP = _OWN + "clip"
 
 
 class TorchStates(torch.optim.Optimizer):
@@ -301,7 +303,7 @@ class TorchStates(torch.optim.Optimizer):
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
-        """Create initial optimizer states by a step with zero gradients at learning rate 0; reset the changed numbers."""
+        """Create initial optimizer states by a step with zero gradients at learning rate 0; then reset changed states."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
         kept = [(param, param.grad) for param in stepped]
@@ -532,7 +534,7 @@ class TorchStates(torch.optim.Optimizer):
         if lengths != [len(group) for group in self._parameters] or len(names) != len(items):
             raise ValueError(
                 f"the state has param groups of {lengths} parameters, but this optimizer has groups of "
-                f"{[len(group) for group in self._parameters]}; make the groups that were saved"
+                f"{[len(group) for group in self._parameters]}; create the optimizer with the saved groups"
             )
         found = [(item, state_dict["state"].get(name, {})) for item, name in zip(items, names, strict=True)]
         for item, saved in found:

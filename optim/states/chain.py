@@ -52,7 +52,7 @@ def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
     """Return a (name, parameter) pair per parameter of all param groups.
 
-    The name is taken from the param group, else from the parameter's annotation. None: there is no name.
+    The name is taken from the param group, else from the parameter's annotation. None: the parameter has no name.
     """
     named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
@@ -127,7 +127,7 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
     """Move the optimizer's state of ``param``, if it has any, to the tensors that replace it.
 
     ``targets`` are (tensor, offset) pairs. Each tensor holds elements of the flattened parameter, beginning at ``offset``.
-    If there are none, the state is dropped.
+    If ``targets`` is empty, the state is dropped.
     """
     state = optimizer.state.pop(param, None)
     for target, offset in targets if state else ():
@@ -346,12 +346,12 @@ class ParamTransform:
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
         """Return a context manager around the backward of one micro-batch.
 
-        Ranks without samples enter it too; a rank that enters none in a window issues its collectives in `catch_up`.
+        Ranks without samples enter it too. On a rank without micro-batches in a window, `catch_up` issues the collectives.
         """
         return nullcontext()
 
     def sliced(self) -> Sequence[SlicedBucket]:
-        """Return buckets: with ``sum_order="fixed"``, this transform needs slices of their gradient sums. Default: none."""
+        """Return the buckets whose gradient sums this transform needs in slices (``sum_order="fixed"``). Default: none."""
         return ()
 
     def summed_in_backward(self) -> Sequence[Tensor]:
@@ -504,8 +504,8 @@ class LocalTensors(ParamTransform):
         """Set the gradient of each local parameter to the local tensor of its DTensor's gradient.
 
         The local gradient may be partial: it must still be summed over ranks. If the DTensor has no gradient, a
-        gradient that other code set on the local parameter is kept. For example, trainers set zero gradients and make a
-        step to create optimizer states, before they load states.
+        gradient that other code set on the local parameter is kept. For example, some trainers set zero gradients and make
+        a step to create optimizer states, before they load states.
 
         Returns:
             The error for a gradient with an unsupported layout, whose local gradient is filled with NaN; None: no
@@ -899,7 +899,7 @@ class TransformChain:
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
-        """Return the input of the first transform for which ``stops(transform, input)``; if none, the stepped tensor."""
+        """Return the input of the first transform for which ``stops`` is True; if none, the stepped tensor."""
         return next(
             (given for transform, given in zip(self.transforms, at.path, strict=True) if stops(transform, given)),
             at.tensor,
@@ -943,7 +943,7 @@ class TransformChain:
         return all(transform.completes_failed_backward for transform in self._those_with("micro_batch"))
 
     def sliced(self) -> list[SlicedBucket]:
-        """Return buckets: with ``sum_order="fixed"``, the transforms need slices of their gradient sums."""
+        """Return the buckets whose gradient sums the transforms need in slices, with ``sum_order="fixed"``."""
         return [bucket for transform in self.transforms for bucket in transform.sliced()]
 
     def summed_in_backward(self) -> list[Tensor]:

@@ -83,7 +83,7 @@ _ACROSS_TENSORS = (
     "ProdigyPlusScheduleFree",
 )
 _QUANTIZED = ("8bit", "4bit", "Fp8")  # endings of class names
-_SAY_SO = "or, if its update is elementwise, set optimizer.elementwise = True"
+_SAY_SO = "or, if the update of this optimizer is elementwise, set optimizer.elementwise = True"
 _ALIKE = "Use an optimizer with an elementwise update (AdamW, Lion, ...)"
 _WAY_OUT = (
     f"{_ALIKE}, use one that gathers full tensors (meshstep.optim.Muon, SOAP, ...), or step full tensors with "

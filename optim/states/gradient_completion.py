@@ -46,7 +46,7 @@ class GradientCompletion:
         buckets: A function that returns the gradient buckets of a reduction plan. Their collectives run after all
             transforms have moved gradients to the stepped tensors.
         early: The buckets that ``overlap=True`` reduces during backward. If backward did not reduce them in a window,
-            they are reduced at its end. None: there are none.
+            they are reduced at the end of the window. None: no buckets.
         agreement: The comparison of settings between ranks; None: there is one rank.
         unused: The check for parameters without gradients.
         model: The check for trainable parameters that no optimizer has.
@@ -204,7 +204,7 @@ class GradientCompletion:
         leaves = [row.leaf for row in self.table]
         found = None
         if seen.wrong is None:
-            entries = [row.model_entry for row in self.table]  # `Sharded` splits the tensors of the other entries
+            entries = [row.model_entry for row in self.table]  # with `Sharded`, ``row.entry`` describes a shard
             found = find_misplaced_ddp(leaves, entries, self.chain.registry)
         if found is None:
             return seen

@@ -55,7 +55,7 @@ class HalfStates(StatePlacement):
             underflow most second moments to 0.
         seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
     Raises:
-        ValueError: By the constructor of `ParallelOptimizer`, on every rank: ``dtype`` is another one; the precision
+        ValueError: By the constructor of `ParallelOptimizer`, on every rank: ``dtype`` is another dtype; the precision
             rounds stochastically or has ``main_grads=False``; or the optimizer computes a value from all of its parameters
             together, or its step uses collectives.
     Collectives: none. Host synchronization: none, except that of the optimizer's step. The optimizer steps bucket by

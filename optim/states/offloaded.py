@@ -252,7 +252,7 @@ class Offloaded(StatePlacement):
     Raises:
         ValueError: By the constructor of `ParallelOptimizer`, on every rank: ``fraction`` is out of range; or masters
             need float32 gradients, but ``data_parallel`` or ``main_grads=False`` keeps them in half precision.
-        TypeError: Likewise: ``fraction`` is not a number.
+        TypeError: By the constructor, on every rank: ``fraction`` is not a number.
     Collectives: none in a step. With several ranks and a fraction between 0 and 1, one object all-gather when the
         optimizer is made, gets a param group or is refreshed.
     Host synchronization, if parameters are on a device: a step waits for the decision whether it is skipped, for each
@@ -333,8 +333,8 @@ class OffloadTransform(ParamTransform):
         for param, copy in made.items():
             copy_annotation(param, copy)
         self.copies |= made
-        # Only for the new parameters. For parameters of earlier groups, the versions of the last step must be kept,
-        # because they reveal later writes.
+        # Only the versions of new parameters are recorded here. For parameters of earlier groups, the versions of the
+        # last step must be kept, because they reveal later writes.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
@@ -437,7 +437,7 @@ class OffloadTransform(ParamTransform):
     def _arrive(self) -> None:
         """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
         for bucket in {bucket.device: bucket for bucket in self.buckets}.values():
-            bucket.wait()  # uploads to a device complete in order, so those of its earlier buckets are complete too
+            bucket.wait()  # uploads to a device complete in order, so those of earlier buckets are complete too
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -480,7 +480,7 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
 def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStreams]) -> Iterator[HostBucket]:
     """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype.
 
-    ``streams`` has the streams of transfers per CUDA device. Missing ones are added.
+    ``streams`` has the streams of transfers per CUDA device. Missing streams are created and added.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
@@ -528,13 +528,13 @@ def _piece(at: ParamPosition, plan: ReductionPlan) -> Piece:
 
 
 def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> set[Piece]:
-    """Return the pieces to offload, so that all replicas of an element are offloaded or none.
+    """Return the pieces to offload, so that all replicas of an element are offloaded or none is.
 
-    These are the pieces that any rank chose, all pieces with common elements, all pieces that have common elements with
-    these, and so on.
+    These are the pieces that any rank chose, and all pieces that share elements with them, directly or through other
+    pieces.
 
     Args:
-        by_rank: For each rank its pieces that may be offloaded, without empty ones, and the indices of those that it chose.
+        by_rank: For each rank, its non-empty pieces that may be offloaded, and the indices of the pieces that it chose.
     """
     clusters, end = list[list[Piece]](), 0  # pieces that are connected by common elements
     for piece in sorted({piece for pieces, _ in by_rank for piece in pieces}):
@@ -550,7 +550,7 @@ def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Step ``params`` in place as a reference for `Offloaded`: gradients to the CPU, step there, weights back.
+    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step, copy weights back.
 
     ``optimizer`` steps CPU copies of ``params``, in their order.
     """

@@ -52,7 +52,7 @@ class Coordinates:
 
     This object is pickled as an ``OrderedDict``, so that a file can be read without this class.
     `torch.distributed.checkpoint` treats plain tensors with equal keys as replicas, so it would store the state of one
-    rank only. If there is such an axis, `__create_write_items__`, which it calls before it saves, raises an error.
+    rank only. Before it saves, it calls `__create_write_items__`, which raises an error if ``axes`` is not empty.
 
     Args:
         axes: (index, size) by axis name.
@@ -251,7 +251,9 @@ _ELEMENTWISE = frozenset(
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if saved states of an elementwise optimizer of torch have other shapes than needed.
 
-    Also if a parameter of Adam or AdamW has states, but no ``exp_avg`` or ``exp_avg_sq``, or one of Adagrad no ``sum``.
+    Also raise it if a parameter of Adam or AdamW has states, but no ``exp_avg`` or ``exp_avg_sq``, or if a parameter of
+    Adagrad has states, but no ``sum``.
+
     torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
     other optimizers are not checked.
 
@@ -467,7 +469,7 @@ class Recipe:
         plain: A copy of the wrapped torch optimizer, without state, over the model's parameters.
         attributes: Attributes of the wrapped optimizer that torch leaves out of copies.
         annotations: The annotation (declared layout) of each parameter, which is not copied with the parameter; None:
-            it has none.
+            the parameter has no annotation.
         registry: The process groups of the mesh.
         options: The other constructor arguments, by name.
         state: The state dict of the `ParallelOptimizer`.

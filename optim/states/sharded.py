@@ -4,7 +4,7 @@
     ZeRO-2    as ZeRO-1, but a bucket is reduced as soon as backward has filled it, and its gradients are freed
 
 An all-reduce consists of a reduce-scatter and an all-gather. So in ZeRO-1 the communication volume is the same as with
-replicated data parallelism. With an axis of size N, each rank has 1 / N of the update's work, and of the memory for
+replicated data parallelism. With an axis of size N, each rank does 1 / N of the update's work and stores 1 / N of the
 optimizer states and masters, apart from padding of a few elements per parameter.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
@@ -139,7 +139,7 @@ class ZeroBucket:
         return flat[segment.start : segment.start + segment.numel]
 
     def _piece(self, segment: Segment) -> Tensor:
-        """Return the segment's elements as a view if the parameter is contiguous, else as a copy without other elements."""
+        """Return the segment's elements as a view if the parameter is contiguous, else as a copy of only these elements."""
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
@@ -156,7 +156,7 @@ class ZeroBucket:
         for segment, piece in self.shards:
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
-                torch.autograd.graph.increment_version(piece)  # tells masters that the shard was written
+                torch.autograd.graph.increment_version(piece)  # so that masters detect the write
         self._seen, self._piece_versions = now, self._look_at_pieces()
 
     def has_copies(self) -> bool:
@@ -164,7 +164,7 @@ class ZeroBucket:
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter whose values differ from a shard of it that is a copy; None: there is none.
+        """Return the first parameter whose values differ from those of a copied shard; None: no parameter differs.
 
         Shards that were written are left out. So are parameters whose version counter or memory has changed, because
         `refresh` copies them to their shards.
@@ -181,7 +181,7 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Set all shards to the values of the parameters, even if no write was detected, such as one through ``.data``."""
+        """Set all shards to the values of the parameters, also after undetected writes, such as through ``.data``."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
@@ -243,7 +243,7 @@ class ZeroBucket:
         With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets ``gradients``.
 
         Args:
-            summed: True: sum over the axes even if the bucket was made without a sum. Default False.
+            summed: True: sum over the axes even if the bucket's argument ``summed`` is False. Default False.
         Collectives: one reduce-scatter if gradients are summed (one all-to-all with ``sum_order="fixed"``), else none.
         Host synchronization: none.
         """
@@ -356,7 +356,7 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """How a parameter's optimizer state is sharded.
+    """The mesh axes over which a parameter's optimizer state is sharded, and whether its gradient is summed over them.
 
     Args:
         axes: The mesh axes over which the state is sharded. Default: none, not sharded.
@@ -425,7 +425,7 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
     """Return the layout of a 1-dim shard of a parameter with the layout ``spec``.
 
-    Its dim is sharded over the parameter's axes and over ``axes``. Its gradient is not partial over ``axes``.
+    The shard's dim is sharded over the parameter's axes and over ``axes``. Its gradient is not partial over ``axes``.
     """
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
@@ -593,7 +593,7 @@ class Shards(ParamTransform):
         return None
 
     def _is_in_tree(self, decision: ShardingDecision) -> bool:
-        """Return True if ``sum_order="fixed"`` sums gradients over the axes of the decision, and over no others."""
+        """Return True if ``sum_order="fixed"`` sums gradients over the axes of the decision, and over no other axes."""
         return self._tree is not None and decision.summed and {*decision.axes} == {*self._tree.axes}
 
     def _layouts(
@@ -623,8 +623,8 @@ class Shards(ParamTransform):
     def _is_late(self, entry: ParameterEntry) -> bool:
         """Return True if the parameter's bucket must be reduced after backward, not during it.
 
-        It must if the parameter is owned (``P(owned=...)``), if its bucket's layout differs between ranks, or if the
-        model may issue collectives over a data axis.
+        The result is True if the parameter is owned (``P(owned=...)``), if its bucket's layout differs between ranks, or
+        if the model may issue collectives over a data axis.
         """
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
@@ -745,7 +745,7 @@ class Shards(ParamTransform):
         if self._reducer is None:
             reduced = [bucket for bucket in buckets if bucket not in self._sliced]
             for bucket in reduced:
-                bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients contain the whole window
+                bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients are sums over the window
             summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
             run_all([partial(bucket.reduce, summed=summed) for bucket in reduced])
         for bucket in buckets:
@@ -765,9 +765,9 @@ class Shards(ParamTransform):
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, then `write_back`, because the other ranks wait in its all-gathers.
+        """Call ``update``, then `write_back`, also if ``update`` raised an error that is not an error of a collective.
 
-        `write_back` also runs if ``update`` raised, except after an error of a collective.
+        The other ranks wait for this rank in the all-gathers of `write_back`.
         """
         try:
             update(request)
@@ -791,8 +791,10 @@ class Shards(ParamTransform):
 
     def find_overwritten(self) -> Tensor | None:
         found = next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
+        # Later transforms, such as master weights, detect writes to a parameter by the version counter of its shard,
+        # which `refresh` increments.
         for bucket in self.buckets:
-            bucket.refresh()  # increments the version counters of shards, so that later transforms detect writes
+            bucket.refresh()
         return found
 
     def clear(self, set_to_none: bool) -> None:
@@ -805,7 +807,7 @@ class Shards(ParamTransform):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry ``"shards"``: the axis, its size, and as ``"pieces"`` (offset, numel) per stepped tensor."""
+        """Return the entry ``"shards"``: the axis, its size, and (offset, numel) of each stepped tensor as ``"pieces"``."""
         return {
             "shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._segments[:]}
         }
@@ -825,7 +827,7 @@ class Shards(ParamTransform):
 def _check_cleared(window: Window) -> None:
     if window.has_stale_grads:
         raise RuntimeError(
-            "the reduced gradients of the last window have not been cleared, and new gradients can't be added to them: "
+            "the reduced gradients of the previous window have not been cleared, and new gradients can't be added to them: "
             "call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches follow); "
             "zero_grad() of the model does not clear them"
         )

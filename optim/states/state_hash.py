@@ -36,7 +36,7 @@ def hash_of_state(
 
     Args:
         table: One record per stepped tensor (a tensor in the optimizer's param groups).
-        params: The model parameters, in the order of ``table.model_plan``; of DTensors the local tensors.
+        params: The model parameters, in the order of ``table.model_plan``; instead of DTensors, their local tensors.
         states: One dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped
             tensor, and at least one dim, holds one value per element. Any other tensor holds the state of a full tensor,
             such as a step count.

@@ -100,7 +100,7 @@ GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
-"""A dict from bfloat16 weights to int16 remainders. `join_master` returns the float32 master weight of such a pair."""
+"""A dict from bfloat16 weights to int16 remainders. `join_master` computes the float32 master weight from both."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
 """The rows of an optimizer's earlier steps, by (index of the param group, device)."""
 
@@ -130,7 +130,7 @@ class PointerTable:
         params: The tensors that the kernels step.
         fixed: Five columns of addresses, with one address per tensor: the tensor, its three states, and its step count.
             The address of a missing state or count is 0.
-        rests: For each bfloat16 tensor that is stepped as a float32 master the address of its int16 remainder; 0 for
+        rests: For each bfloat16 tensor that is stepped as a float32 master, the address of its int16 remainder; 0 for
             other tensors. None: no tensor has a remainder.
     """
 
@@ -513,7 +513,7 @@ def _rows(
     params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
     for param in all_params:
         if param.grad is None and param not in state:
-            without_grad.append(param)  # if one of them gets a gradient, the cached rows are no longer valid
+            without_grad.append(param)  # if it gets a gradient later, the cached rows are no longer valid
         elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:

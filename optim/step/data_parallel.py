@@ -309,7 +309,7 @@ class TorchGradSync(GradSyncController):
                 raise TypeError(
                     f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
                     "that fully_shard was applied to (a list of them if a rank has several pipeline stages); "
-                    "leave it out if the optimizer itself averages"
+                    "leave it out if the optimizer averages gradients itself"
                 )
         if len(by_ddp) > 1:
             raise TypeError(
@@ -527,8 +527,8 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
         raise TypeError(
-            "data_parallel= has several modules, one of them a DistributedDataParallel of Megatron; give a single "
-            "module of this kind"
+            "data_parallel= has several modules, including a DistributedDataParallel of Megatron; with Megatron, give "
+            "only one module"
         )
     if not modules:
         return None
@@ -597,9 +597,9 @@ class MegatronGradSync(TorchGradSync):
         """Return True. Raises RuntimeError if ``overlap_grad_reduce`` is set and the last micro-batch was not reduced."""
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
-                "overlap_grad_reduce=True has not reduced the gradients of this window: call mark_last_micro_batch() "
-                "before the forward of the last micro-batch if a window is shorter than accumulation_steps, and run that "
-                "micro-batch outside of no_sync()"
+                "Megatron's DistributedDataParallel with overlap_grad_reduce=True has not reduced the gradients of this "
+                "window: call mark_last_micro_batch() before the forward of the last micro-batch if a window is shorter "
+                "than accumulation_steps, and run that micro-batch outside of no_sync()"
             )
         return True
 

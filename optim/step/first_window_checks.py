@@ -54,14 +54,14 @@ class GradientReport(NamedTuple):
     calls: int  # number of micro-batches and `scale_loss` calls in the window
     some: bool  # the rank has a gradient, possibly of zeros
     some_not_zero: bool  # the rank has a non-zero gradient, and `Window.has_bypassed_grads` is True
-    elsewhere: bool  # a parameter has an attribute `main_grad`
+    elsewhere: bool  # a parameter has a `main_grad` that is not None
     unknown: bool  # a backward of the window raised, so it is not known whether it left gradients
     divided_twice: bool  # a pipeline schedule divided gradients twice
     sums: Sums  # the axes over which DTensor gradients are partial
     wrong: str | None  # message of a ValueError that `check_gradients_came` raises
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
     looked: bool = False  # the gradients of an earlier window were checked already
-    written: tuple[int, int] = (0, 0)  # numbers of (gradients written to since the last backward, observed gradients)
+    written: tuple[int, int] = (0, 0)  # how many observed gradients other code changed, and how many are observed
     has_copies: bool = False  # the rank has master weights or other copies of weights
     missing: tuple[str, ...] = ()  # names of trainable parameters of the model that no optimizer has
     scaled_losses: int = 0  # number of losses that were multiplied by the loss scale in the window
@@ -79,7 +79,7 @@ class GradientReport(NamedTuple):
         Host synchronization: up to one per gradient if gradients bypassed the optimizer, and those of the checks.
         """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
-        # Gradients of zeros do not count, because trainers make a step with zero gradients to create states.
+        # Gradients of zeros do not count, because some trainers make a step with zero gradients to create states.
         not_zero = window.has_bypassed_grads(params) and any(
             g.layout != torch.strided or bool((g != 0).any()) for g in gradients
         )
@@ -102,7 +102,7 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Raise an error if the report of a rank (``seen``) shows a mistake. All ranks raise the same error.
+    """Raise an error if the report of a rank in ``seen`` shows a mistake. All ranks raise the same error.
 
     Raises:
         RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
@@ -115,10 +115,10 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
             raise ValueError(f"rank {rank}: {of_rank.wrong}")
     if any(rank.divided_twice for rank in seen):
         raise RuntimeError(
-            "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
-            "rank share, or of earlier micro-batches of the window. Run it with meshstep.optim.Pipeline(schedule, "
-            "optimizer), which divides the loss; or give scale_grads=False, and divide the loss by the number of "
-            "micro-batches in the schedule's loss function"
+            "a pipeline schedule with scale_grads=True has divided gradients twice: gradients of a parameter that two "
+            "stages of a rank share, or gradients of earlier micro-batches of the window. Run it with "
+            "meshstep.optim.Pipeline(schedule, optimizer), which divides the loss; or give scale_grads=False, and divide "
+            "the loss by the number of micro-batches in the schedule's loss function"
         )
     called = any(rank.calls for rank in seen)
     if scaled and not any(rank.scaled_losses for rank in seen) and any(rank.some_not_zero for rank in seen):

@@ -121,7 +121,9 @@ class SkipMonitor:
             self._copy_to_host(facts)
         if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
             raise self._bypass_error(
-                f"such steps were skipped, the first of them {LAG} steps ago" if bypassed else "this step was skipped"
+                f"the steps with these gradients were skipped, the first {LAG} steps ago"
+                if bypassed
+                else "this step was skipped"
             )
         if diverged or (
             on_nonfinite == "raise" and stats.replicas_diverged is not None and bool(stats.replicas_diverged)
@@ -146,7 +148,7 @@ class SkipMonitor:
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
         if bypassed:
-            raise self._bypass_error("such steps were skipped")
+            raise self._bypass_error("the steps with these gradients were skipped")
         if diverged:
             return self._report_divergence()
         if disagreed:

@@ -137,7 +137,7 @@ class UsedClip:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments of a rule that is a dataclass, in its nested rules, and in tuples of them."""
+    """Yield the tensors in ``value``: a tensor, a tuple, or a clipping rule that is a dataclass, also nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -633,7 +633,8 @@ class StepAgreement:
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
         """Return the text of an error: the values that differ between ranks, and advice.
 
-        Collectives: an object all-gather if a parameter is frozen or has no gradient, none is thawed, and no rank raised.
+        Collectives: an object all-gather if a parameter is frozen or has no gradient, except if a parameter was unfrozen or
+            a rank raised an error.
         """
         raised = [(rank, of_rank.error) for rank, of_rank in enumerate(by_rank) if of_rank.error is not None]
         if raised:

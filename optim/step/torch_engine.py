@@ -60,7 +60,7 @@ def check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with_state = [bool(optimizer.state.get(param)) for param in params]
     if not any(with_state):
-        return  # the optimizer keeps no state
+        return  # the optimizer has no state at all
     for param, has_state in zip(params, with_state, strict=True):
         if param.grad is not None and not has_state:
             raise RuntimeError(
@@ -143,9 +143,9 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
     """Give states and gradients the strides of their parameters, before torch's fused kernels step.
 
     Strides of states are not checked again if the states are the same tensors as in an earlier step, and types, dtypes,
-    shapes and strides of the parameters are unchanged. Neither are strides of gradients if, in addition, all parameters
-    have gradients, whose types, dtypes, shapes and strides are unchanged. All strides are checked while param groups hold
-    only a bucket of the parameters (`by_bucket.holding`).
+    shapes and strides of the parameters are unchanged. If, in addition, all parameters have gradients, and types, dtypes,
+    shapes and strides of the gradients are unchanged, strides of gradients are not checked again either. All strides are
+    checked while param groups hold only a bucket of the parameters (`by_bucket.holding`).
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if by_bucket.holders:  # param groups hold some of the parameters or temporary copies, so nothing is recorded
@@ -252,7 +252,7 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Call the `step` of an optimizer that skips on the device: a fused one of torch, `Lion`, or a full-tensor optimizer.
+    """Call `step` of an optimizer that skips on the device: a fused torch optimizer, `Lion`, or a full-tensor optimizer.
 
     Args:
         optimizer: An optimizer for which `steps_on_device` is True.

@@ -322,8 +322,8 @@ def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
         if closure is None or closure.default is not Parameter.empty:
             continue
         raise TypeError(
-            f"{type(part).__name__} evaluates the loss several times per step by a closure, whose gradients would be "
-            "neither reduced, measured nor clipped: use an optimizer that steps without a closure"
+            f"{type(part).__name__}.step requires a closure, whose gradients would be neither reduced, measured nor "
+            "clipped: use an optimizer that steps without a closure"
         )
 
 

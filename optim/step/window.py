@@ -58,10 +58,9 @@ class Weight:
     The weight of a micro-batch is the divisor of its summed loss, such as the number of tokens.
 
     Attributes:
-        value: The sum: a number, or the tensor ``sum`` after a weight that is a tensor.
-        sum: The 0-dim tensor to which weights are added after the first weight that is a tensor; None before. It stays
-            the same object unless a weight is on another device, because CUDA graphs of micro-batches add to it in every
-            replay, even while ``value`` is 0.
+        value: The sum: a number, or the tensor ``sum`` if a weight since the last `clear` was a tensor.
+        sum: The 0-dim tensor that accumulates weights if any weight is a tensor; None before the first tensor. Later
+            windows reuse it, because replays of a CUDA graph add to this tensor. A weight on another device replaces it.
     """
 
     def __init__(self) -> None:
@@ -90,15 +89,15 @@ class Weight:
         """Raise RuntimeError if a CUDA graph captures the micro-batch and its replays could not add ``weight``."""
         if is_captured() and (self.sum is None or not isinstance(weight, Tensor)):
             raise RuntimeError(
-                f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, whose replays would all add the "
-                "same number: give a 0-dim tensor on the GPU and write new values to it, also in the windows before the "
-                "capture"
+                f"a CUDA graph captures a micro-batch with weight={weight!r}, but replays can only add a tensor to a sum "
+                "that existed before the capture: give a 0-dim tensor on the GPU and write new values to it, also in the "
+                "windows before the capture"
             )
 
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """The pipeline stage of a rank, and numbers of ranks, for the sum of micro-batch weights over ranks.
+    """The pipeline stage of a rank and the sizes of the mesh, which are needed to sum micro-batch weights over ranks.
 
     Args:
         stages: The number of pipeline stages.
@@ -241,8 +240,8 @@ class Window:
         ValueError: ``steps`` is not a whole number >= 1.
 
     Attributes:
-        phase: "open": no micro-batch yet. "accumulating": since the first micro-batch. "complete": gradients are reduced.
-            "clipped": after an explicit clip. "broken": a backward raised.
+        phase: "open": no micro-batch yet. "accumulating": a micro-batch has begun. "complete": gradients are reduced.
+            "clipped": an explicit clip has clipped them. "broken": a backward raised.
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
         calls: The number of micro-batches and `scale_loss` calls in this window; 0: all new gradients bypassed the
             optimizer.
@@ -254,7 +253,7 @@ class Window:
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
         sync_skipped: True if gradient reduction in backward was turned off for the last micro-batch.
-        reduced: True if gradients were reduced during backward in this window, or moved out of the parameters after it.
+        reduced: True if gradients were reduced during a backward of this window, or moved out of the parameters after one.
         pending_clip: The clipping rule of an explicit clip before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.
@@ -330,9 +329,9 @@ class Window:
     def has_bypassed_grads(self, params: Sequence[Tensor]) -> bool:
         """Return True if this rank has gradients from a backward that bypassed the optimizer's `backward` and `window`.
 
-        With a loss scale, also if no loss of this window was multiplied by it. Gradients that the last step left do not
-        count. After a micro-batch or a `scale_loss` call in this window, or with a loss scale only after a loss was
-        multiplied by it, the result is always False.
+        Without a loss scale, the result is False after any micro-batch or `scale_loss` call of this window. With a loss
+        scale, it is False after any loss of this window was multiplied by the scale. Gradients that the last step
+        left do not count.
         """
         if self.scaled_losses if self.scaled else self.calls:
             return False
@@ -371,7 +370,7 @@ class Window:
     def number_of_facts(
         self, agreement: StepAgreement, params: ParamFacts, device: torch.device
     ) -> tuple[int, Tensor | None]:
-        """Return this rank's number in the field ``"agreement"``, and a tensor to add to it, 0-dim float64, or None.
+        """Return this rank's summands of the field ``"agreement"``: an integer, and a 0-dim float64 tensor or None.
 
         The sum over ranks is 0 if their settings agree and no rank has deferred an error. If the settings can't be
         read, the error is deferred. ``device`` is the device of the tensor.
@@ -382,7 +381,7 @@ class Window:
         try:
             number = agreement.number(self.micro_batches, weight, params, self.explicit, self._errors())
             return number, agreement.of_tensors(device)
-        except Exception as error:  # of any type: a hyper-parameter may be any object
+        except Exception as error:  # of any type, because a hyper-parameter may be any object
             self.defer(error)
             return agreement.number_of_errors(self._errors()), None
 
@@ -403,12 +402,12 @@ class Window:
         """Yield the reasons why a CUDA graph can't capture a step of this window, with gradients on ``device``."""
         if not self.is_full:
             yield (
-                f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, which replays would not "
-                "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the "
-                "last micro-batch"
+                f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, and replays would not "
+                "count them: capture a whole window, or leave accumulation_steps out and call step only in the graph of "
+                "the last micro-batch"
             )
         if isinstance(self.weight, Tensor) and self.weight.device != device:
-            yield f"the weight of the window is on {self.weight.device}: give tensors on {device}"
+            yield f"the weight of the window is on {self.weight.device}: give weight= tensors on {device}"
 
     @property
     def is_unused(self) -> bool:
@@ -561,8 +560,9 @@ class Window:
         """
         if self.entered:
             raise RuntimeError(
-                "backward was called within window(), or window() within window(), which counts one micro-batch twice: "
-                "write one of them. Within window(), call optimizer.scale_loss(loss).backward()"
+                "optimizer.backward() or optimizer.window() was called within optimizer.window(), which would count one "
+                "micro-batch twice: use only one of them per micro-batch. Within window(), write "
+                "optimizer.scale_loss(loss).backward()"
             )
         self.begin(weight, params)
         self.several, self.entered, self.micro_batch_weight = several, True, weight
@@ -590,7 +590,7 @@ class Window:
     def mask_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss``, times 0 if the running micro-batch has the weight 0. No host synchronization.
 
-        The backward of such a loss must still run, because other ranks may wait for this rank in its collectives.
+        The backward of such a loss must still run, because other ranks may wait in collectives of the backward.
         """
         weight = self.micro_batch_weight
         if isinstance(weight, Tensor):
@@ -661,8 +661,8 @@ class Window:
                 raise RuntimeError(
                     f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
                     f"{index}, shape {tuple(params[index].shape)}), for example by module.zero_grad() or another "
-                    "optimizer: clear gradients only with zero_grad() of this optimizer. To abandon this window, call it "
-                    "in the `except` block of this error"
+                    "optimizer: clear gradients only with zero_grad() of this optimizer. To abandon this window, call "
+                    "zero_grad() in the `except` block of this error"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(
@@ -709,7 +709,7 @@ _SCALED = 2.0**30
 
 
 class _OtherBackward:
-    """A hook on a parameter that records that a backward ran. It has no reference to the window: that would be a cycle.
+    """A hook on a parameter that records that a backward ran. It keeps no reference to the window, to avoid a cycle.
 
     Args:
         before: The record of the last parameter's gradient at the time when the hook was registered. A backward is
@@ -723,7 +723,7 @@ class _OtherBackward:
         self._has_come = True
 
     def has_added(self, params: Sequence[Tensor]) -> bool:
-        """Return True if a backward ran, and the last gradient in ``params`` was replaced or written to since then."""
+        """Return True if, after the hook was registered, a backward ran and the last gradient in ``params`` changed."""
         after = _Gradient.last_of(params, trained=True)
         return self._has_come and (after is None or not after.is_still(self._before))
 

@@ -190,7 +190,7 @@ def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _check(parts: Sequence[object]) -> None:
     if not parts:
-        raise ValueError("a list of optimizers is empty: give at least one")
+        raise ValueError("the list of optimizers is empty: give at least one optimizer")
     seen: dict[int, int] = {}
     for index, part in enumerate(parts):
         if (

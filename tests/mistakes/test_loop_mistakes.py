@@ -531,7 +531,10 @@ def backward_after_clipping(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "backward was called within window() ... write one of them"),
+    Error(
+        RuntimeError,
+        "optimizer.backward() or optimizer.window() was called within optimizer.window() ... use only one of them",
+    ),
     write="call `optimizer.backward(loss)` without `window()`",
 )
 def backward_within_window(run: Run) -> None:

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
     "half a window": (
         half_a_window,
-        "1 of accumulation_steps=2 micro-batches have run, which replays would not count",
+        "1 of accumulation_steps=2 micro-batches have run, and replays would not count them",
     ),
 }
 
@@ -192,7 +192,10 @@ def test_capturing_weighted_micro_batch_requires_tensor_weight_and_earlier_eager
         run.optimizer.zero_grad()
     wrong: list[float | Tensor] = [3, 3.0] if warmed_up else [3, torch.tensor(3.0)]
     for weight in wrong:
-        with capturing(), pytest.raises(RuntimeError, match=r"in a micro-batch that is captured.*give a 0-dim tensor"):
+        with (
+            capturing(),
+            pytest.raises(RuntimeError, match=r"captures a micro-batch with weight=.*give a 0-dim tensor"),
+        ):
             run.optimizer.backward(run.loss(run.batch(5)), weight=weight)
         assert run.optimizer._window.micro_batches == 0
     if warmed_up:
@@ -289,7 +292,7 @@ def test_poll_reports_backward_that_bypassed_optimizer() -> None:
     run.optimizer.zero_grad()
     run.loss(run.batch(5)).backward()
     run.optimizer.step()
-    with pytest.raises(RuntimeError, match=r"such steps were skipped: write optimizer.backward"):
+    with pytest.raises(RuntimeError, match=r"the steps with these gradients were skipped: write optimizer.backward"):
         run.optimizer.poll()
     run.optimizer.poll()  # reported only once
 

@@ -257,7 +257,7 @@ def test_invalid_lists_of_optimizers_are_rejected_and_left_unchanged() -> None:
     )
     stepped = optimizer_of(two, small())
     refused([adamw(matrices, 0.1), stepped], TypeError, "optimizer 1 of the list is a ParallelOptimizer")
-    refused([torch.optim.LBFGS(matrices), adamw(others, 0.1)], TypeError, "LBFGS evaluates the loss several times")
+    refused([torch.optim.LBFGS(matrices), adamw(others, 0.1)], TypeError, "LBFGS.step requires a closure")
     first, second = two(matrices, others)
     states = [first.state_dict(), second.state_dict()]
     refused([first, second], ValueError, "max_norm", max_norm=-1.0)

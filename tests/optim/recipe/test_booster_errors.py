@@ -82,7 +82,7 @@ def other_schedule() -> Any:
         (
             ValueError,
             lambda: {"lr_scheduler": other_schedule()},
-            "StepLR was created with another SGD than the given one",
+            "StepLR was created with another SGD than the given optimizer",
         ),
         (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give a schedule of torch or meshstep"),
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
@@ -112,7 +112,7 @@ def test_boost_leaves_a_rejected_list_of_optimizers_unchanged() -> None:
             boost(**{"model": model, "optimizer": several, **changes})
         assert [part.param_groups[0]["params"] for part in several] == [[first], rest]
         assert not any("optimizer" in group for part in several for group in part.param_groups)
-    with pytest.raises(ValueError, match="a list of optimizers is empty"):
+    with pytest.raises(ValueError, match="the list of optimizers is empty"):
         Booster().boost(model, [])
 
 

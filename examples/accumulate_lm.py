@@ -225,15 +225,15 @@ def take_micro_batches(options: argparse.Namespace) -> None:
     """
     total, ranks = options.micro_batches, options.topology.size(*options.topology.data_axes)
     if options.accumulate != 1:
-        raise ValueError("--micro-batches does not support --accumulate: leave it out")
+        raise ValueError("--micro-batches does not support --accumulate: leave out --accumulate")
     if total < 1 or total % ranks or options.batch_size % total:
         raise ValueError(
-            f"--micro-batches {total} must be a multiple of the {ranks} data ranks, and divide --batch-size "
-            f"{options.batch_size}"
+            f"--micro-batches {total} must be a positive multiple of {ranks}, the number of data ranks, and must divide "
+            f"--batch-size {options.batch_size}"
         )
     if options.topology.data_axes != options.topology.sample_axes:
         raise ValueError(
-            "--micro-batches does not support the axis cp, which divides paragraphs: leave one of them out"
+            "--micro-batches does not support the axis cp, which divides paragraphs: leave out --micro-batches or the axis"
         )
     options.accumulate = total // ranks
 

@@ -106,7 +106,7 @@ class Trainer:
         self.loader, self.test_loader = make_loaders(options, booster)
         tokens = (options.image_size // PATCH) ** 2
         classes = len(self.loader.dataset.dataset.categories)  # type: ignore[attr-defined]
-        # 101 is a prime number, so add classes without samples, up to a multiple of 32.
+        # 101 classes do not divide over several ranks, so add classes without samples, up to a multiple of 32.
         classes += -classes % 32
         torch.manual_seed(options.seed)
         model = PatchTransformer(
@@ -132,8 +132,11 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield micro-batches. In a batch, `step` acts only after the last micro-batch and `zero_grad` only before the
-        first."""
+        """Yield the micro-batches of all remaining steps.
+
+        Of the calls per micro-batch, `step` acts only after the last micro-batch of a batch, and `zero_grad` only before
+        the first one.
+        """
         for images, labels in self.run.batches(self.loader):
             count = self.options.accumulate
             yield from zip(images.chunk(count), labels.chunk(count), strict=True)

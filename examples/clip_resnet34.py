@@ -109,8 +109,11 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield micro-batches. In a batch, `step` acts only after the last micro-batch and `zero_grad` only before the
-        first."""
+        """Yield the micro-batches of all remaining steps.
+
+        Of the calls per micro-batch, `step` acts only after the last micro-batch of a batch, and `zero_grad` only before
+        the first one.
+        """
         for batch in self.run.batches(self.loader):
             images, labels = self.to_device(*batch)
             yield from zip(images.chunk(self.options.accumulate), labels.chunk(self.options.accumulate), strict=True)

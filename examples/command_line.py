@@ -26,7 +26,8 @@ from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distr
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 WRONG_USE = 2  # the exit code of argparse
-PATIENCE = 30.0  # seconds for which another rank waits, so that rank 0 reports an error first and the launcher ends all
+# Seconds that ranks other than 0 wait before they raise an error. So rank 0 reports it first, and the launcher ends all.
+PATIENCE = 30.0
 
 EXTRA = ("sklearn", "torchvision", "tqdm")  # packages of meshstep[examples]
 
@@ -46,7 +47,7 @@ def explain_missing_package(kind: type[BaseException], error: BaseException, tra
     )
 
 
-sys.excepthook = explain_missing_package  # scripts import this module before those packages
+sys.excepthook = explain_missing_package  # scripts import this module before the packages in EXTRA
 
 
 # Flags ------------------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def add_training_flags(
         length.add_argument("--epochs", type=_count, default=epochs, help="passes over the data (default: %(default)s)")
     add("--batch-size", type=_count, default=batch_size, help="samples in a full batch (default: %(default)s)")
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
-    add("--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)")
+    add("--max-norm", type=float, default=1.0, help="largest gradient norm after clipping (default: %(default)s)")
     add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     modes = "mixed-precision mode, see meshstep.amp; O0 to O3 are those of apex (default: %(default)s)"
     add("--precision", choices=PRECISIONS, default=precision, help=modes)
@@ -134,12 +135,12 @@ def add_training_flags(
     add("--accumulate", type=_count, default=accumulate, metavar="K", help=parts)
     shards = "shard optimizer states over the data axis (1), and gradients as well (2) (default: 0)"
     add("--zero", type=int, choices=(0, 1, 2), default=0, help=shards)
-    resume = "save checkpoints there, and continue from the newest one, which may be of another topology or --zero"
+    resume = "save checkpoints in DIR, and continue from the newest one; its --topology and --zero may differ"
     add("--resume", type=Path, metavar="DIR", help=resume)
     add("--save-every", type=_count, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)")
-    add("--plot", type=_svg, metavar="FILE.svg", help="draw the curves of loss and gradient norm there")
-    add("--beside", type=Path, metavar="FILE.csv", help="draw the --curve of another run there too, in grey")
-    add("--curve", type=Path, metavar="FILE.csv", help="write the numbers of the curves there")
+    add("--plot", type=_svg, metavar="FILE.svg", help="draw the curves of loss and gradient norm")
+    add("--beside", type=Path, metavar="FILE.csv", help="add the --curve of another run to the plot, in grey")
+    add("--curve", type=Path, metavar="FILE.csv", help="write the numbers of the curves")
 
 
 def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 2) -> None:

@@ -4,7 +4,7 @@
 
 On this mesh each rank holds a quarter of the weight. The bias is sharded over `col` and replicated over `row`: each rank
 holds half of it. Layer and input are random; the reference is the dense layer in float64. Gradients are first averaged
-over `data`, as all of these ways require.
+over `data`, as every way of measuring requires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def squares(param: Tensor | None) -> float:
 
 
 def layer_input() -> Tensor:
-    """Return a random input [batch, feature] after a GELU, such as the second layer of an MLP gets."""
+    """Return a random input [batch, feature] after a GELU, like the input of an MLP's second layer."""
     return F.gelu(torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1)))
 
 

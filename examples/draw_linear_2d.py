@@ -43,7 +43,7 @@ class Place:
 
 
 class Held(NamedTuple):
-    """The shard of one rank: indices of its elements in the full tensor, and its weight in the sum of the squared norm.
+    """The shard of one rank: indices of its elements in the full tensor, and the shard's weight in the squared norm.
 
     The weight is 1 / replication factor, or 0 if the rank has no shard.
     """

@@ -66,7 +66,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There is no checkpoint of the base model, or the topology does not divide the model.
+        ValueError: There is no checkpoint of the base model, or the sizes of the topology do not divide those of
+            the model.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -177,7 +178,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         raise ValueError(f"--topology has axes {', '.join(sizes)}; give data, tensor, or both")
     options.topology = Topology(roles=None, aliases={}, **{"data": 1, "tensor": 1, **sizes})
     if options.batch_size % options.topology.size("data"):
-        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of the size of data")
+        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of the size of the axis data")
     if options.full and (options.adapter is not None or options.dora):
         raise ValueError("--full trains no adapter: leave out --adapter and --dora")
     return options

@@ -67,6 +67,7 @@ def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -
     """
     if options and name != "adamw":
         raise ValueError(
-            f"--optimizer {name} has no option {', '.join(options)}: give --optimizer adamw, or another --precision"
+            f"--precision needs the option {', '.join(options)} of AdamW, which --optimizer {name} does not get: give "
+            "--optimizer adamw, or another --precision"
         )
     return OPTIMIZERS[name](params, lr, **options)

@@ -5,9 +5,9 @@
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology pipe=2,tensor=2 --schedule 1f1b
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology data=2,pipe=2 --schedule zbv --zero 2
 
-torch provides the schedule. One table is the embedding of the first stage and the classifier of the last stage, which
-are on two ranks, or on one rank (`zbv`, or `pipe=1`). A micro-batch passes the sum of its losses, and the step uses the
-mean over all tokens. So the loss curve is the same for every schedule, number of micro-batches and topology.
+torch provides the schedule. One table is the embedding of the first stage and the classifier of the last stage. The two
+stages are on two ranks, or on one rank (`zbv`, or `pipe=1`). A micro-batch passes the sum of its losses, and the step
+uses the mean over all tokens. So the loss curve is the same for every schedule, number of micro-batches and topology.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=2, accumulate=4)
     add = parser.add_argument
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="of torch.distributed.pipelining (default: %(default)s)")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule of torch (default: %(default)s)")
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
     add_model_size(parser, width=96, depth=4)
@@ -319,7 +319,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     check_training(options)
     topology: Topology = options.topology
-    # Layers and stages need both axes, at least with size 1.
+    # Layers need the axis tensor, and stages the axis pipe, at least with size 1.
     sizes = dict(zip(topology.axes, topology.sizes, strict=True))
     options.topology = Topology(roles=None, **{**sizes, "pipe": sizes.get("pipe", 1), "tensor": sizes.get("tensor", 1)})
     if options.verify and options.precision != "fp32":

@@ -129,7 +129,7 @@ class Trainer:
         self.split = Split(self.layers, registry)
         self.train_samples, self.test_samples = load_samples(registry.device, self.dtype)
         torch.manual_seed(options.seed)
-        # Without masters the second moments of Adam are float16, so most squares and eps=1e-8 underflow to 0.
+        # Without master weights, the second moments of Adam are float16, so most squares and eps=1e-8 underflow to 0.
         eps = {"eps": 1e-3} if options.precision == "O3" else {}
         model = self.make_model().to(self.dtype)
         # A CUDA graph reads the learning rate from a tensor, which the schedule overwrites.
@@ -161,7 +161,7 @@ class Trainer:
     def keep_length(self, of_this_run: dict[str, Any]) -> None:
         """Set the length of the loaded schedule to the length of this run, which may differ from that of the saved run.
 
-        The first step still has the saved learning rate.
+        The first step of this run still uses the saved learning rate.
         """
         loaded = self.schedule.state_dict()
         if loaded["total_steps"] != of_this_run["total_steps"]:
@@ -218,7 +218,7 @@ class Trainer:
             self.booster.backward(loss, self.optimizer)
             measured.append(torch.stack([loss.detach(), accuracy]))
         stats = self.optimizer.step()
-        assert stats is not None  # this is the last micro-batch of the window
+        assert stats is not None  # this is the last micro-batch of the accumulation window
         return self.split.mean(torch.stack(measured).mean(0)), stats.total_norm, stats.clip_coef
 
     def forward(self, local: Samples) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         metavar="N",
         help=fixed + "depend on the number of data ranks, and print a hash of the state",
     )
-    replay = "launch the kernels of a step once, and replay them from the fourth step on; needs a GPU"
+    replay = "capture the fourth step in a CUDA graph, and replay it in all later steps; needs a GPU"
     add_optimizer(parser)
     parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
@@ -323,15 +323,16 @@ def check_micro_batches(options: argparse.Namespace) -> None:
     ranks = topology.size(*topology.data_axes)
     if total < 1 or total % ranks or options.batch_size % total:
         raise ValueError(
-            f"--micro-batches {total} must be a multiple of the {ranks} data ranks, and divide --batch-size "
-            f"{options.batch_size}"
+            f"--micro-batches {total} must be a positive multiple of {ranks}, the number of data ranks, and must divide "
+            f"--batch-size {options.batch_size}"
         )
     if any(axis in SPLIT_THE_BATCH for axis in topology.axes):
         raise ValueError(
-            "--micro-batches supports only the axes data and tensor: the layers on other axes shard the batch"
+            "--micro-batches does not support 2-D, 2.5-D and 3-D layers, which shard the batch: give only the axes data "
+            "and tensor in --topology"
         )
     if options.accumulate != 1:
-        raise ValueError("--micro-batches does not support --accumulate: leave it out")
+        raise ValueError("--micro-batches does not support --accumulate: leave out --accumulate")
 
 
 def run(trainer: Trainer) -> None:

@@ -107,7 +107,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add("--experts", type=lambda text: tuple(text.split(",")), metavar="AXIS,...", help=axes)
     add("--num-experts", type=int, default=8, metavar="N", help="experts of a mixture (default: %(default)s)")
     add("--top-k", type=int, default=2, metavar="K", help="experts that a token chooses (default: %(default)s)")
-    taken = "how many times its fair share of a sample's tokens an expert takes (default: %(default)s)"
+    taken = "largest number of tokens per expert and sample, relative to the average (default: %(default)s)"
     add("--capacity", type=float, default=1.25, help=taken)
     balance = "weight in the loss of how unevenly the experts of a sample are chosen (default: %(default)s)"
     add("--balance", type=float, default=0.1, help=balance)

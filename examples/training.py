@@ -33,7 +33,7 @@ def verdict(differences: Sequence[float]) -> tuple[str, bool]:
     largest = float(torch.tensor([0.0, *differences]).max())
     right = largest <= LARGEST_DIFFERENCE
     return (
-        f"the norm is at most {largest:.1e} (relative) off the dense model's in float64: {'right' if right else 'WRONG'}",
+        f"the norm differs from the dense model's by at most {largest:.1e} (relative): {'right' if right else 'WRONG'}",
         right,
     )
 
@@ -60,7 +60,9 @@ class Run:
 
     Args:
         options: Options of `add_training_flags`.
-        booster, model, optimizer, schedule: Results of `Booster.boost`. They resume from the newest checkpoint, if any.
+        booster: The `Booster` of the run.
+        model, optimizer, schedule: Results of `Booster.boost`. With ``--resume``, the newest checkpoint is loaded into
+            them, if there is one.
         steps: Total number of steps.
         every: Steps between reports, which are the points of the curve.
         unit: Name of the items that ``count`` of `note` counts.

@@ -64,7 +64,7 @@ def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[st
         dist.gather_object(held, everybody if registry.global_rank == 0 else None)
     if registry.global_rank != 0:
         return None
-    # From all ranks, because a rank may lack some parameters.
+    # The specs come from all ranks, because a rank may lack some parameters.
     specs = {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}
     full = {
         name: join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, registry.topology)

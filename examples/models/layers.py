@@ -51,7 +51,7 @@ class DenseLayers:
         return self.batch_axes, self.feature_axes
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError if the attention heads do not divide over the axis that shards them. This family shards none."""
+        """Raise ValueError if the attention heads do not divide over the axis that shards them. Here, no axis does."""
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """Return a single linear layer."""
@@ -62,7 +62,7 @@ class DenseLayers:
         return self.linear(in_features, classes)
 
     def first_linear(self, in_features: int, out_features: int, bias: bool = True) -> nn.Module:
-        """Return the first of a pair of linear layers. Code between the two must treat each feature (or head) alone."""
+        """Return the first layer of a pair. Code between the two layers must process each feature (or head) separately."""
         return nn.Linear(in_features, out_features, bias)
 
     def second_linear(self, in_features: int, out_features: int) -> nn.Module:
@@ -87,7 +87,10 @@ class DenseLayers:
 
 
 class Layers1D(DenseLayers):
-    """Pairs of linear layers sharded over `tensor`; other layers are replicated (10 classes do not divide over 4 ranks)."""
+    """Pairs of linear layers are sharded over `tensor`.
+
+    Other layers are replicated, because 10 classes, for example, do not divide over 4 ranks.
+    """
 
     rules: Mapping[str, P] = {"embed.*": P(), "positions": P(), "head.*": P()}
 
@@ -165,7 +168,7 @@ class Layers3D(DenseLayers):
 
     batch_axes = ("weight", "input")
     feature_axes = ("output",)
-    input_axes = (("weight", "output"), ("input",))  # the first layer is `linear`, which exchanges input and output
+    input_axes = (("weight", "output"), ("input",))  # a model's first layer is `linear`, which swaps two axes
     rules: Mapping[str, P] = {}
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
@@ -219,7 +222,7 @@ def layers_for(registry: ProcessGroupRegistry) -> DenseLayers:
     """Return the family for the model axes of a topology.
 
     Raises:
-        ValueError: There is no family for them.
+        ValueError: There is no family for these axes.
     """
     axes = set(registry.topology.axes) - set(registry.topology.data_axes)
     if not axes:

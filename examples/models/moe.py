@@ -151,16 +151,19 @@ class Experts(nn.Module):
 
 
 def model_axes(registry: ProcessGroupRegistry | None) -> tuple[str, ...]:
-    """Return the topology's model axes: the ranks along them have the same tokens. None: no axes."""
+    """Return the model axes, along which ranks have the same tokens; () if ``registry`` is None."""
     return () if registry is None else registry.topology.model_axes
 
 
 class Mixture(nn.Module):
-    """Mixture of experts: maps x [sample, token, feature] to the outputs of each token's experts plus a shared expert's.
+    """Mixture of experts: maps x [sample, token, feature] to the sum of the outputs of experts, in the shape of x.
+
+    The sum has the outputs of the experts that the token chose, times their scores, and the output of a shared expert.
 
     Args:
         layers: Family of layers for the shared expert.
-        registry, axes: Process groups, and the axes that shard the experts. Defaults None and (): all experts are here.
+        registry: The process groups. Default None: a single process.
+        axes: The axes that shard the experts. Default (): every rank has all experts.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class Mixture(nn.Module):
 
 
 class DenseMixture(Mixture):
-    """Mixture in which every expert computes all tokens. Its score is 0 for tokens that did not choose it."""
+    """Mixture in which every expert computes all tokens. A token's score is 0 for the experts that it did not choose."""
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:
         scores = torch.zeros_like(tokens[:, :1]).expand(-1, self.shape.experts)

@@ -25,7 +25,7 @@ from torchvision.models.resnet import BasicBlock
 class WholeBatchNorm2d(nn.BatchNorm2d):
     """Batch norm over the samples of all data ranks, so that results do not depend on how the batch is sharded.
 
-    Like torch's SyncBatchNorm, which needs CUDA, but for any device. Statistics are summed in float64.
+    Unlike torch's SyncBatchNorm, it also runs on a CPU. Statistics are summed in float64.
     """
 
     def __init__(self, features: int, registry: ProcessGroupRegistry) -> None:
@@ -49,7 +49,7 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
         variance, mean = torch.var_mean(input, (0, 2, 3), correction=0)
         count = input.numel() / input.size(1)
         sums = torch.cat([mean, variance + mean.square(), mean.new_ones(1)]).double() * count
-        # Summed in backward too, because the losses of all data ranks depend on these statistics.
+        # `copy_to` sums their gradients in backward, because the losses of all data ranks depend on these statistics.
         sums = copy_to(reduce_from(sums, self.registry, *axes), self.registry, *axes)
         total = sums[-1]
         mean, square = (sums[:-1] / total).chunk(2)
@@ -63,7 +63,7 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
 
 
 def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a ResNet-34: images [batch, 3, height, width] of the data rank -> logits [batch, classes].
+    """Return a ResNet-34, which maps images [batch, 3, height, width] of a data rank to logits [batch, classes].
 
     Raises:
         ValueError: The topology has an axis other than tensor and the data axes.

@@ -28,7 +28,7 @@ class SplitSequence:
         self.ranks = topology.size(*self.axes)
 
     def sizes(self, tokens: int) -> list[int]:
-        """Return for each rank its number of tokens of a sequence of ``tokens`` tokens."""
+        """Return the number of tokens that each rank holds of a sequence of ``tokens`` tokens."""
         return [tokens // self.ranks + (rank < tokens % self.ranks) for rank in range(self.ranks)]
 
     def own(self, full: Tensor, dim: int) -> Tensor:

@@ -2,7 +2,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forget-sum", action="store_true", help="plant the bug of my_model.MyNet")
+    parser.addoption("--forget-sum", action="store_true", help="enable the bug of my_model.MyNet: no sum in backward")
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,11 @@ def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
         ("pipeline_lm", "--topology data=3", "has 3 ranks but the world has 1"),
         ("pipeline_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
         ("accumulate_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
-        ("accumulate_lm", "--micro-batches 5", "--micro-batches 5 must be a multiple of the 1 data ranks, and divide"),
+        (
+            "accumulate_lm",
+            "--micro-batches 5",
+            "--micro-batches 5 must be a positive multiple of 1, the number of data ranks, and must divide",
+        ),
         ("accumulate_lm", "--micro-batches 4 --accumulate 2", "does not support --accumulate"),
         ("accumulate_lm", "--micro-batches 4 --topology cp=1", "does not support the axis cp"),
         ("train_moe", "--width 30", "--width 30 must be a multiple of --heads 4"),

@@ -156,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute in the model's own dtype, not in float64; needed for float32 DTensors",
     )
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for the whole audit (default: %(default)s)")
+    add(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of the audit (default: %(default)s)"
+    )
     return parser
 
 
@@ -229,7 +231,7 @@ def _of_file(path: Path) -> Any:
 def _of_name(name: str) -> Any:
     try:
         found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # the parent package of ``name`` is missing
         found = None
     if found is None:
         raise ValueError(f"there is no module {name}; the name of a file must end in .py")
@@ -283,7 +285,10 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
-    """Return (ranks with equal rules, one of their results) pairs. Ranks of several pipeline stages may differ."""
+    """Group ranks with equal rules, and return (ranks, result of the first of these ranks) pairs.
+
+    Ranks of different pipeline stages may have different rules.
+    """
     groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, InferredLayout)

@@ -535,8 +535,8 @@ def candidates(
 
     Args:
         split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
-            equal, it may be sharded or replicated. Along these axes, sharded is then more likely; along all axes, if
-            the parameter's full shape is known.
+            equal, it may be sharded or replicated. Along the axes in ``split``, it is then more likely sharded. If its
+            full shape is known, it is more likely sharded along every axis.
         first: A contract that is yielded first, even if the values do not allow it. None: no such contract.
     """
     if first is not None:

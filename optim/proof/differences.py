@@ -211,7 +211,7 @@ _CASTS = ("float", "half", "bfloat16")
 
 
 def check_converts(model: nn.Module) -> None:
-    """Raise TypeError if `in_float64` can't convert the model: a tensor in a lower dtype is a DTensor."""
+    """Raise TypeError if a parameter or buffer in a lower dtype is a DTensor, which `in_float64` can't convert."""
     if has_dtensors([tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]):
         raise TypeError(
             "parameters or buffers that are DTensors can't be converted to float64 for the proof; build the model in "

@@ -75,13 +75,14 @@ def assert_exact(
 
     Args:
         parallel_step: Called on every rank. The parameters of its model must be declared.
-        dense_step: The same step of the dense model on the full batch. Use the same dtype in both models, best float64.
+        dense_step: The same step of the dense model on the full batch. Use the same dtype in both models, preferably
+            float64.
         registry: The process groups of the mesh on which the parallel model's parameters were declared.
         names: Maps parameter names of the parallel model to names of the dense model: a dict of the names that differ,
             or a function that is called with every name. Instead of a name, the value may be a pair of a name and a
             function. The function converts the dense tensor and its gradient to the parallel model's full tensor, as in
             ``{"up.weight": ("fc1.weight", torch.t)}``. None (default): all names are equal.
-        steps: How often both steps are called. The models are compared after each call. Default: 1.
+        steps: Number of times that each step function is called. The models are compared after each call. Default: 1.
         rtol: Allowed error, relative to the largest absolute value in the dense tensor. For the norm, it is relative to
             the dense norm. None (default): 1e-10 for parallel parameters in float64, 1e-4 in float32, 1e-2 in float16,
             5e-2 in bfloat16.
@@ -199,7 +200,9 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
     found = on_all_ranks(pairs, registry)
     covered = {name for of_rank in gather_objects({name for name, _ in found}, registry) for name in of_rank}
     if missing := [name for name in there if name not in covered]:
-        raise ValueError(f"no rank has a counterpart of the dense model's {', '.join(missing)}; give it with names=")
+        raise ValueError(
+            f"no rank has a counterpart of the dense model's {', '.join(missing)}; map a parameter to each with names="
+        )
     return [each for _, each in found]
 
 

@@ -206,7 +206,7 @@ class Probe:
     Args:
         differences: Computes central differences of the loss.
         known: The parameter.
-        contract: Along its sharded axes, ranks get distinct parts of the direction.
+        contract: A gradient contract of the parameter. Along its sharded axes, ranks get distinct parts of the direction.
         seed: Seed of the direction.
 
     Attributes:
@@ -290,7 +290,8 @@ class Explainer:
         """Return an `Explanation` with the first contract under which the gradient is the derivative of the loss.
 
         A contract says how the derivative of the loss follows from the ranks' gradients. If there is no such contract,
-        the first one is taken under which the gradient is a multiple of the derivative, or else None.
+        the explanation has the first contract under which the gradient is a multiple of the derivative. If there is
+        none either, its contract is None.
 
         Args:
             known: The parameter.

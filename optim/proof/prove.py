@@ -67,8 +67,8 @@ class Finding:
     Args:
         name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
             parameters.
-        module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last one
-            of the modules with parameters in which the difference may begin; empty if there are none.
+        module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last
+            module with parameters in which the difference may begin; empty if there is none.
         declared: The declared spec. None if the parameter has none, in `infer`, and for "the forward".
         inferred: The spec with which the gradient would be right. None if no such spec was found, or if a mistake in
             the model is more likely than a wrong spec.
@@ -111,7 +111,7 @@ class Proof:
         undecided: Names of the parameters without a result: the loss hardly depends on them, ``max_parameters`` left
             them out, or ranks compute different values in forward.
         findings: One finding per wrong parameter, in the order in which forward uses the parameters. If ranks compute
-            different values in forward, a single finding, "the forward".
+            different values in forward, there is a single finding, "the forward".
         where: Text about the module with a wrong backward, or about the place in forward where ranks begin to differ.
             None if no place was found.
         forwards: Number of forwards of the model that ran.
@@ -481,11 +481,11 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
         "copies differ": f"its replicas differ along {over}: start all ranks from the same weights, or declare it "
         "sharded if each rank has its own values, like experts",
         "backward is wrong": "no layout makes its gradient the derivative of the loss"
-        + (f": the ranks of {over} must have equal gradients, and theirs differ" if axes else ""),
+        + (f": the ranks of {over} must have equal gradients, but their gradients differ" if axes else ""),
         "forward differs": (
-            f"the ranks of {over} must compute the same values, and theirs differ: a sum or a gather over {over} is "
-            "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches "
-            f"(then make the axis a data axis: Topology(roles={{{over}: 'data'}}, ...))"
+            f"the ranks of {over} must compute the same values, but their values differ: a sum or a gather over {over} "
+            "is missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different "
+            f"batches (then make the axis a data axis: Topology(roles={{{over}: 'data'}}, ...))"
         ),
     }[cause]
     return text if where is None or cause == "copies differ" else f"{text} (see {where})"
@@ -494,8 +494,8 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
 # Number of wrong parameters whose causes `prove` searches: the first four and the last four in forward order. The other
-# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong". If `prove` finds the
-# module whose backward is wrong, its cause replaces this one. `infer` searches the causes of all wrong parameters.
+# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong". If `prove` then
+# locates a `Fault`, they get the cause of this fault instead. `infer` searches the causes of all wrong parameters.
 EXPLAINED = 8
 
 
@@ -784,8 +784,8 @@ class _Examination:
         self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
     ) -> Finding:
         if spec is not None and not self.inferring:
-            # For a LoRA adapter: the spec that follows from its base layer. The inferred spec may fit the gradients, but
-            # contradict that layer.
+            # For a LoRA adapter, use the spec that follows from its base layer, because the inferred spec may fit the
+            # gradients, but contradict the base layer.
             spec = self.derived.get(known.name, spec)
         return Finding(
             known.label,
@@ -849,7 +849,7 @@ class _Examination:
             until: The first input or output of a module that is known to differ. None: the loss.
         """
         last, modules = order.before_unequal(axis, until)
-        since = "They agree at no recorded tensor" if last is None else f"They agree last at {last}"
+        since = "The ranks agree at no recorded tensor" if last is None else f"The ranks agree last at {last}"
         where = f"{since}; modules after that: {', '.join(modules) or 'none with parameters'}."
         text = describe_cause("forward differs", (axis,), 1.0, None, None)
         finding = Finding(

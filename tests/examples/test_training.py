@@ -128,7 +128,7 @@ def test_verify_prints_WRONG_for_large_or_non_finite_norm_differences() -> None:
         said, right = verdict(differences)
         assert right
         assert said.endswith("right")
-    assert verdict([])[0].startswith("the norm is at most 0.0e+00 ")
+    assert verdict([])[0].startswith("the norm differs from the dense model's by at most 0.0e+00 ")
 
 
 def test_plot_without_data_points_has_no_curves() -> None:

@@ -67,7 +67,7 @@ def initialised(kind: str, precision: Mode) -> None:
         weights = {name: value.clone() for name, value in one.model.state_dict().items()}
         expected = one.train(4, 7)
 
-        # A trainer that loads by filling the existing tensors of a state dict, and therefore needs all of them.
+        # Act like a trainer that loads into the existing tensors of a state dict, and therefore needs all of them.
         other = Built(kind, registry, precision)
         before = [param.detach().clone() for group in other.optimizer.param_groups for param in group["params"]]
         rates = [group["lr"] for group in other.optimizer.param_groups]

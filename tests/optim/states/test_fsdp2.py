@@ -99,7 +99,8 @@ def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
             optimizer.backward(model(shard(batch(step), P("data"), registry)))
             with collectives() as seen:
                 stats = optimizer.step()
-            # Partial gradients, or the plain parameters (sharded and replicated ones separately); and one for the norm.
+            # One collective measures the norm. The others reduce partial gradients, or gradients of the plain parameters
+            # (sharded and replicated ones separately).
             assert dict(seen) == {"all_reduce": 2 if sequence else 3}
             assert stats is not None
             norms.append(stats.total_norm)
@@ -237,7 +238,7 @@ def test_fsdp2_run_resumes_bitwise_from_state_dict(world: World) -> None:
 
 
 def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:
-    """Return the gradients with a divide factor of 4 on a mesh of ``replicas`` times 1 ranks, and those of one process."""
+    """Return gradients with a divide factor of 4 on a mesh of ``replicas`` x 1 ranks, and gradients of one process."""
     axes = {"replica": replicas, "shard": 1}
     with ProcessGroupRegistry(Topology(roles={"replica": "data", "shard": "data"}, **axes)) as registry:
         layer, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)

@@ -1,4 +1,5 @@
-"""`main_grads=False`: gradients stay in half precision until the step, and the step is bitwise identical."""
+"""`main_grads=False`: gradients stay in half precision until the step. The step is bitwise identical to one with
+`main_grads=True`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ WAYS = {"owned": P(owned={"tensor": 0}), "stage": P(), "short": P(), "dense": P(
 
 
 class One(nn.Module):
-    """One parameter, on the ranks that hold it."""
+    """A model of one parameter, which idle ranks do not have."""
 
     def __init__(self, way: str, registry: ProcessGroupRegistry, matrix: bool) -> None:
         super().__init__()

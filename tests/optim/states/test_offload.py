@@ -203,7 +203,7 @@ def test_offload_fraction_half_keeps_at_most_half_of_elements_on_device() -> Non
     trained = [param for param in model.parameters() if param.requires_grad]
     measured = [piece.grad_tensor for piece in optimizer.stepped_tensors()]
     on_device = [param for param in trained if all(param is not other for other in measured)]
-    # Parameters whose master weight is on the device; the gradients of the others stay with the parameter.
+    # `grad_tensor` of an offloaded parameter is the parameter itself; of other parameters it is the master weight.
     held = sum(param.numel() for param in on_device)
     total = sum(param.numel() for param in trained)
     assert 0 < held <= 0.5 * total
@@ -295,7 +295,7 @@ class WithMainGrads(nn.Module):
         return y
 
     def finish_grad_sync(self) -> None:
-        """Do nothing: there is one rank."""
+        """Do nothing, because there is one rank."""
 
     def zero_grad_buffer(self) -> None:
         for main_grad in self.main_grads:

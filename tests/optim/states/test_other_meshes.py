@@ -1,4 +1,4 @@
-"""DTensors on meshes whose dims are not axes by name: flattened dims, slices, other names, another root mesh."""
+"""DTensors on meshes whose dims have no axis of the same name: flattened dims, slices, other names, another root mesh."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights of which the optimizer keeps a copy (master weights, offload): writing them through ``.data`` raises on all
-ranks in steps 2 and 16."""
+"""Weights of which the optimizer keeps a copy (master weights, offload): steps 2 and 16 detect writes through
+``.data`` and raise on all ranks."""
 
 from __future__ import annotations
 

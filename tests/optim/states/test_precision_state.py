@@ -72,7 +72,7 @@ def start(directory: Path) -> tuple[int, dict[str, End]]:
 
 
 def go_on(directory: Path) -> tuple[int, dict[str, End]]:
-    """Load the state saved by `start` into models with other weights, and train the same 6 steps. Return as `start`."""
+    """Load the state of `start` into models with other weights, and train the same 6 steps. Return the same as `start`."""
     ends = {}
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         for name, mode in ALL.items():
@@ -104,7 +104,7 @@ def test_run_resumed_in_new_processes_is_bitwise_identical_in_every_precision(
             assert found[mode][1:] == expected[mode][1:]
             assert found[mode].skipped == 2
     scales = {name: end.scale["scale"] for name, end in first[0][1].items() if end.scale is not None}
-    # Steps 1 and 5 overflow, 3 and 7 grow the scale, the first through a saved count; each growth resets the
+    # Steps 1 and 5 overflow. Steps 3 and 7 grow the scale, step 3 because of the saved count. Each growth resets the
     # hysteresis.
     assert scales == {
         "fp16": 2.0**16,

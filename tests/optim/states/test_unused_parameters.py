@@ -1,4 +1,4 @@
-"""Parameters without a gradient on any rank in the first windows are reported once."""
+"""Parameters without a gradient on any rank in the first steps are reported once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[int, str]]:
-    """Return the warnings with the step that raised them."""
+    """Return (step, warning) for each warning."""
     options = OPTIONS[option]
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings(record=True) as caught:

@@ -53,13 +53,13 @@ def test_zero_on_four_ranks_needs_quarter_of_state_memory_and_expected_collectiv
     numel = sum(param.numel() for param in wide_model().parameters())
     assert whole["states"] == pytest.approx(8 * numel, rel=0.001)
     assert whole["masters"] == (4 * numel if mode == "bf16" else 0)
-    assert whole["collectives"] == {"all_reduce": 2}  # gradients and norm
+    assert whole["collectives"] == {"all_reduce": 2}  # one for the gradients, one for the norm
     for gradients in (False, True):
         for found in world.run(4, cost, True, gradients, mode):
             assert found["states"] == pytest.approx(whole["states"] / 4, rel=0.05)
             assert found["masters"] == pytest.approx(whole["masters"] / 4, rel=0.05)
-            # One bucket, which is reduced once per window, or with ZeRO-2 once per micro-batch; one collective for the
-            # norm.
+            # The only bucket is reduced once per window, or with ZeRO-2 once per micro-batch. One collective measures
+            # the norm.
             reduced = 2 if gradients else 1
             assert found["collectives"] == {
                 "reduce_scatter_single": reduced,
@@ -102,7 +102,7 @@ def test_zero2_reduces_buckets_during_backward_in_same_order_on_all_ranks(world:
         (first, while_running), (second, meanwhile) = world.run(2, backward_order, uses_all)
         assert first == second == everything
         assert while_running >= 2
-        # A rank without gradients of the last layers cannot start early; it joins when its backward ends.
+        # A rank without gradients of the last layers cannot start early; it starts when its backward ends.
         assert meanwhile == (while_running if uses_all else 0)
 
 

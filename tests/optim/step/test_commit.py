@@ -32,8 +32,8 @@ def answers(kind: str, refuses: bool) -> Callable[[], Any]:
 def run_of(
     kind: str, accumulate: int | None = None
 ) -> tuple[list[tuple[bool, float, float, float]], tuple[int, int], list[float]]:
-    """Return (moved, rejected, found_inf, skipped) per step, the counts of skipped and rejected steps, and the loss
-    scales."""
+    """Return (changed, rejected, found_inf, skipped) per step, the counts of skipped and rejected steps, and the loss
+    scales. ``changed`` tells whether the step changed any weight or state."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -73,7 +73,7 @@ def test_commit_is_called_once_per_accumulation_window(world: World, accumulate:
 
 
 def run_clipped_by_hand() -> list[tuple[bool, float]]:
-    """Return (moved, rejected) per step, with gradients clipped twice before each step."""
+    """Return (changed, rejected) per step, with gradients clipped twice before each step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 

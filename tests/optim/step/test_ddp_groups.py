@@ -88,7 +88,9 @@ def stepped_by_unnamed_ddp(topology: Topology, axes: tuple[str, ...], options: d
         return "no error"
 
 
-UNCOMPARED: dict[str, Any] = {"check_replicas": False}  # the model lacks all-reduces over "tensor"
+UNCOMPARED: dict[str, Any] = {
+    "check_replicas": False
+}  # a check would fail, because the model lacks all-reduces over "tensor"
 
 
 @pytest.mark.parametrize(

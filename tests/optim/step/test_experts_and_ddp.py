@@ -1,6 +1,7 @@
 """Experts in a `DistributedDataParallel` are rejected, because DDP would average the gradients of different experts.
 
-If DDP ignores the experts, their gradients would lack the division by the number of data ranks.
+Experts that DDP ignores are rejected only if the DDP is passed as ``data_parallel=``, because `step` would not divide
+their gradients by the number of data ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_experts_inside_ddp_are_rejected_on_all_ranks(world: World, ignored: boo
 
 
 class Moe(nn.Module):
-    """A sum of squares of experts and a router, times the input. The experts' value is the rank + 1, the router's is 1."""
+    """Returns the sum of (experts + router)^2 times the input. Initially, experts are rank + 1 and the router is 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

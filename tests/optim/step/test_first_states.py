@@ -29,7 +29,7 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Adagrad:
 
 
 def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> list[Tensor]:
-    """Return the weights of a parameter added later, and those of a torch optimizer that has it from the start."""
+    """Return a stepped parameter that was added later, and an equal one that torch stepped from the start."""
     first, later, alone = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
     declare(nn.ParameterList([first, later]), {"*": P()})
     optimizer = ParallelOptimizer(adagrad([first]), registry, **options)
@@ -111,7 +111,7 @@ def test_rprop_state_of_idle_shard_is_initialized_on_another_mesh(world: World, 
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD with a moment, and the number of its steps as an int and as a text."""
+    """SGD with momentum, whose state also has the number of steps as an int and as a text."""
 
     elementwise = True
 

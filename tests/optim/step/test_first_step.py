@@ -188,7 +188,7 @@ def scaled_by_last_stage() -> tuple[int, float]:
             else:
                 assert optimizer.loss_scale is not None
                 scale = float(optimizer.loss_scale.scale)
-                param.grad = torch.full_like(param, scale)  # as from the scaled loss of the last stage
+                param.grad = torch.full_like(param, scale)  # as the scaled loss of the last stage gives it
             optimizer.step()
             optimizer.zero_grad()
         optimizer.poll()
@@ -222,8 +222,8 @@ def test_second_step_with_same_gradients_is_not_skipped(world: World, mode: Mode
 
 
 def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
-    """Return weights after three windows; each micro-batch has two backward calls in `window()`, or one of their
-    sum."""
+    """Return weights after three windows. Each micro-batch has two backward calls in `window()`, or one backward call of
+    the summed loss."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -391,7 +391,7 @@ def test_torch_grad_scaler_is_rejected_and_meshstep_grad_scaler_accepted(world: 
         assert weight == 1.0
     assert world.run(2, scaled_by, "ours", False, {}) == [("no error", 0.25, 8.0)] * 2
     assert world.run(2, scaled_by, "ours", True, {}) == [("no error", 0.5, 4.0)] * 2
-    # 0.5 times the norm of (1, 1, 1), twice.
+    # Two steps with lr=0.5, each with a gradient whose three equal elements are clipped to norm 0.5.
     clipped = 1.0 - 0.5 * 0.5 / 3**0.5 * 2
     for text, weight, _ in world.run(2, scaled_by, "ours", False, {"max_norm": 0.5}):
         assert text == "no error"

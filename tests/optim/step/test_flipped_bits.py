@@ -294,7 +294,7 @@ def a_stage_without_weights() -> str:
 
 
 def test_fingerprints_find_flipped_bit_if_one_stage_has_no_weights(world: World) -> None:
-    """The packed vector must have the same length on ranks without master weights."""
+    """The vector of packed fingerprints must have the same length on ranks without master weights."""
     assert world.run(4, a_stage_without_weights) == ["w, master, (0, 2)"] * 4
 
 

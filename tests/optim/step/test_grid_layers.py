@@ -1,4 +1,4 @@
-"""Models of 2D, 2.5D and 3D layers match the dense model; a table sharded on a diagonal is one parameter."""
+"""Models of 2D, 2.5D and 3D layers match the dense model; a weight on the diagonal ranks is one parameter."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_zero1_and_zero2_over_replicating_axis_of_grid_match_dense_model(
 
 
 def one_parameter() -> tuple[tuple[str, ...], str, int]:
-    """Return all names, the region of this rank's part of the head's weight, and the number of its stepped tensors."""
+    """Return all parameter names, and the region and number of this rank's stepped tensors of ``head.weight``."""
     with ProcessGroupRegistry(HALF) as registry:
         model = Lm("3-D", registry, 6, False)
         optimizer = optimizer_of(model, registry)

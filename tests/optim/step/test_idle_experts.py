@@ -13,8 +13,8 @@ from small_models import parameter
 from world import World
 
 ROLES: dict[str, Any] = {"expert": "data"}
-# {ranks whose expert has tokens in the second step: (factor of the expert's loss term on other ranks, factor on the rank
-# with the second expert at the first data coordinate)}
+# In the second step, only the second expert of the first data coordinate may have tokens. Per case: the factor of the
+# expert's loss term on all other ranks, and on the rank of that expert.
 SAID = {"one data coordinate": (0.0, 8.0), "no rank": (0.0, 0.0)}
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are not contiguous, with states and master weights that were loaded, or created before a new format."""
+"""Non-contiguous parameters whose states and master weights were loaded, or created before the memory format changed."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_existing_torch_states_get_strides_of_parameters_with_changed_memory_for
 
 
 def laid_out_anew_on_ranks(mode: str, name: str, gradients_too: bool) -> list[float]:
-    """Return the distance of the weights of each layout from those of contiguous parameters."""
+    """Return the distances of weights from a contiguous run, if layouts are set before or between the steps."""
     options = {**MODES[mode], "states": Sharded("data", gradients=gradients_too)}
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:

@@ -1,4 +1,4 @@
-"""The first step compares the trainable parameters of the model, if the optimizer was given one, with its own."""
+"""The first step of an optimizer that knows the model checks that no trainable parameter of the model is missing."""
 
 from __future__ import annotations
 

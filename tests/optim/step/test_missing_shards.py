@@ -74,7 +74,7 @@ def steps(
 
 
 def scaled(topology: Topology) -> bool:
-    """Return True if expert ranks are data ranks, so that gradients are divided by their number."""
+    """Return True if expert ranks are data ranks, so that gradients are divided by the number of ranks."""
     return "expert" in topology.data_axes
 
 
@@ -168,7 +168,7 @@ def steps_without_counts(kind: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def muon_steps(topology: Topology) -> Tensor:
-    """Step grouped matrices by Muon; some get no tokens on a rank. Return the weights."""
+    """Step the weight matrices of experts by Muon; in some steps a rank has no tokens. Return the weights."""
     with ProcessGroupRegistry(topology) as registry:
         size, index = topology.world_size, registry.global_rank
         full = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(1))

@@ -63,7 +63,7 @@ def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Cal
                 optimizer.step()
             found[kernels] = optimizer.optimizer.state_dict(), [param.detach() for param in model]
         if kernels == "auto":
-            # torch 2.11's Adagrad supports neither the factor nor the skip flag.
+            # Adagrad of torch 2.11 supports neither `grad_scale` nor `found_inf`.
             assert calls.rows >= 8 * len(SHAPES) - 2 or not steps_on_device(optimizer.optimizer)
             calls.rows = 0
     assert calls.rows == 0

@@ -80,7 +80,7 @@ def plant(name: str, mode: str, kind: str, value: float, options: dict[str, Any]
 # Scales before each step and after the last, relative to the first; steps 0 and 2 overflow.
 SCALES: dict[str, list[float]] = {
     "fp16": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
-    "fp16_naive": [1, 1, 1, 0.5, 0.5, 0.5, 0.5],  # hysteresis 2: the first overflow only counts
+    "fp16_naive": [1, 1, 1, 0.5, 0.5, 0.5, 0.5],  # hysteresis 2 tolerates the first overflow
     "O1": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
     "O2": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
     "O3": [1, 1, 1, 1, 1, 1, 1],  # constant

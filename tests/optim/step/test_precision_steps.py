@@ -102,7 +102,7 @@ def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "bf16", "O2", "O1", "O3", "bf16 stochastic"])
 def test_step_in_mixed_precision_needs_one_collective_and_no_host_synchronization(world: World, mode: str) -> None:
-    # Not SGD in O3: see test_fused_sgd_steps_all_elements_of_half_precision_parameters.
+    # O3 has AdamW only: see test_fused_sgd_steps_all_elements_of_half_precision_parameters.
     other = "adamw" if mode == "O3" else "sgd"
     for kind, norm_type, expected in (("adamw", 2.0, "all_reduce"), (other, float("inf"), "all_gather_single")):
         assert world.run(2, cost, "tensor", mode, kind, norm_type) == [({expected: 1}, False)] * 2
@@ -110,7 +110,7 @@ def test_step_in_mixed_precision_needs_one_collective_and_no_host_synchronizatio
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16"])
 def test_half_precision_step_with_partial_gradients_needs_three_all_reduces(world: World, mode: str) -> None:
-    name = "data x sequence parallel"  # over data; over data x tensor for partial gradients; norm
+    name = "data x sequence parallel"  # over data, over data x tensor (partial gradients), and for the norm
     assert world.run(4, cost, name, mode, "adamw", 2.0, False) == [({"all_reduce": 3}, False)] * 4
 
 

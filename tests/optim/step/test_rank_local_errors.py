@@ -314,7 +314,7 @@ def fail_in_hook(run: Run) -> None:
 
 
 RULE = FailingRule()
-LEFT: dict[str, tuple[Callable[[], dict[str, Any]], str, bool]] = {  # with True if the error comes after the decision
+LEFT: dict[str, tuple[Callable[[], dict[str, Any]], str, bool]] = {  # True: the error comes after the step decision
     "converted parameter": (
         lambda: {"plant": to_double, "repair": to_float},
         "RuntimeError: a0 was torch.float32 when the optimizer was made",
@@ -455,7 +455,7 @@ def test_failed_steps_after_a_loaded_state_are_counted_from_zero(world: World) -
 
 def written_weights(kernels: Kernels) -> tuple[list[str], bool]:
     """Write the weights of one rank in place, which master weights reject. Return the errors of that step and the next
-    one, and whether the weights moved in them."""
+    one, and whether the weights changed."""
     with using(kernels), ProcessGroupRegistry(Topology(data=2)) as registry:
         a = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         annotate(a, P(), "a")

@@ -71,7 +71,7 @@ def test_load_state_dict_in_window_clears_gradients_of_window(options: Any, stat
     assert w.tolist() == [-3.0] * 4
 
 
-def test_load_state_dict_keeps_gradients_that_are_not_divided() -> None:
+def test_load_state_dict_keeps_gradients_without_accumulation_steps_or_weights() -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone())
     optimizer.backward((w * 2).sum())

@@ -1,5 +1,5 @@
-"""Settings on which all ranks must agree in a step: a difference skips the step on all ranks and raises a named
-error."""
+"""Settings on which all ranks must agree in a step: a difference skips the step on all ranks and raises an
+error that names the setting."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_poll_raises_once_for_differing_accumulation_windows(world: World) -> No
 
 
 def loss_scales() -> tuple[list[float], list[float]]:
-    """Return loss scales and found_inf of steps; in the second, windows differ; the third overflows."""
+    """Return loss scales and found_inf of four steps. Windows differ in the second step; the third step overflows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = nn.Parameter(torch.ones(4, dtype=torch.float16))
         annotate(w, P(), "w")
@@ -273,7 +273,7 @@ def costs() -> tuple[int, int]:
 
 
 def test_step_agreement_adds_no_collective_or_host_synchronization(world: World) -> None:
-    assert world.run(2, costs) == [(2, 0)] * 2  # gradients and norm
+    assert world.run(2, costs) == [(2, 0)] * 2  # one for the gradients, one for the norm
 
 
 # Hyper-parameters -----------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ def test_parameter_unfrozen_on_one_rank_raises_without_hanging_other_ranks(world
 
 
 def set_max_norm(run: Run) -> None:
-    run.optimizer.max_norm = 0.1 + 0.2  # not 0.3
+    run.optimizer.max_norm = 0.1 + 0.2  # 0.30000000000000004
 
 
 def stop_clipping(run: Run) -> None:
@@ -531,7 +531,7 @@ def set_group_threshold(run: Run) -> None:
 
 
 class OnDevice(Tensor):
-    """A tensor on the CPU that says that it is on another device."""
+    """A CPU tensor whose `is_cpu` is False, as of a tensor on another device."""
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
@@ -872,8 +872,10 @@ def test_backward_none_on_ranks_without_owned_parameter_gives_norm_of_owner(
 
 
 def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
-    """Run micro-batches with loss slopes 3 and 6 on rank 0, 12 and none on rank 1 (halved if neither a weight nor a
-    window divides them). Return the parameter."""
+    """Run micro-batches with loss slopes 3 and 6 on rank 0, and slope 12 and no loss on rank 1. Return the parameter.
+
+    The losses are halved here unless a weight or ``steps=2`` divides them.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", 1)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
@@ -951,7 +953,7 @@ def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World
 
 
 def test_explicit_clip_with_equal_threshold_is_not_hashed_again() -> None:
-    """`clip_grad_norm_(0.5)` makes a new rule in each step."""
+    """`clip_grad_by_norm(0.5)` makes a new rule in each step."""
     used = UsedClip(None, all_groups=False)
     assert used.read((ByNorm(float("0.5")),), [])
     assert not used.read((ByNorm(float("0.5")),), [])

@@ -39,17 +39,21 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ("tensor", {}, {"all_reduce": 1}),
         ("tensor", {"max_norm": 0.3, "per_parameter_norms": True}, {"all_reduce": 1}),
         ("tensor", {"norm_type": float("inf")}, {"all_gather_single": 1}),
-        ("grid, bias on row 0", {"max_norm": 1.0}, {"all_reduce": 2}),  # partial gradient of the table, norm
+        (
+            "grid, bias on row 0",
+            {"max_norm": 1.0},
+            {"all_reduce": 2},
+        ),  # for the partial gradient of the table and for the norm
         (
             "data x tensor",
             {"max_norm": 0.3, "check_replicas": True},
             {"all_reduce": 3},
-        ),  # over data for sharded and for replicated gradients; norm
+        ),  # over data for sharded and for replicated gradients, and for the norm
         (
             "data x sequence parallel",
             {},
             {"all_reduce": 3},
-        ),  # over data; over data x tensor for partial gradients; norm
+        ),  # over data, over data x tensor for partial gradients, and for the norm
     ],
 )
 def test_step_needs_one_collective_in_addition_to_gradient_reductions(

@@ -1,4 +1,4 @@
-"""Complete steps with Triton kernels in the interpreter: results of torch, and of the dense model on two ranks."""
+"""Steps with Triton kernels in the interpreter match torch, and on two ranks the dense model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def by_both(name: str) -> tuple[Stepped, Stepped, int, bool]:
 def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted, name: str) -> None:
     """Keys, dtypes and shapes are equal, and values up to rounding."""
     found, expected, rows, on_device = interpreted(by_both, name)
-    # torch makes the first step with dampening; torch 2.11's Adagrad supports neither the factor nor the skip flag.
+    # torch makes the first step with dampening; torch 2.11's Adagrad has no `grad_scale` and `found_inf`.
     assert rows >= 4 * len(SHAPES) - 1 or not on_device
     assert found[0]["state"].keys() == expected[0]["state"].keys()
     close(found, expected)
@@ -95,7 +95,7 @@ def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted,
 def test_triton_update_matches_torch_after_optimizer_changes_between_steps(
     interpreted: Interpreted, change: str
 ) -> None:
-    """The step caches tables of addresses."""
+    """The step caches tables of addresses, which it must not use after such a change."""
     found, expected = interpreted(changed, change, KERNELS)
     close(found, expected)
 

@@ -1,4 +1,4 @@
-"""Ranks with different parameters, gradients or thresholds: correct results, or an error on all ranks."""
+"""Ranks with different parameters, gradients or thresholds: correct results or errors, but no hang."""
 
 from __future__ import annotations
 

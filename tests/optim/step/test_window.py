@@ -33,7 +33,7 @@ def test_final_step_without_micro_batch_does_not_end_window() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_window_detects_gradients_computed_outside_of_its_micro_batches(scaled: bool) -> None:
-    """With a loss scale, these include gradients within a micro-batch whose loss was not multiplied by it."""
+    """With a loss scale, gradients of unscaled losses within a micro-batch are detected too."""
     window, param = Window(None, scaled=scaled), torch.ones(2, requires_grad=True)
     param.sum().backward()
     assert window.has_bypassed_grads([param])

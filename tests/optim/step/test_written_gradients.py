@@ -1,4 +1,4 @@
-"""Warnings for gradients that torch's clipping changes between the last backward and `step`."""
+"""Warnings if torch's clipping changes gradients before `step`, and errors for ``loss.backward()`` in a window."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_plain_backward_within_accumulation_window_raises_after_freezing_last_pa
 
 
 def test_plain_backward_between_accumulation_windows_is_allowed() -> None:
-    """The hook that detects it exists only within a window."""
+    """The hook that detects ``loss.backward()`` exists only within a window."""
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)

@@ -46,7 +46,7 @@ def clipped_alone(layout: Layout, make: Make, clip: Callable[[Full, Full], Full]
 
 
 def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Full:
-    """Clip matrices by their norm, and the other parameters by theirs. Return the clipped gradients."""
+    """Clip the gradients of all matrices by their total norm, and the other gradients by their total norm. Return them."""
     found: Full = {}
     for longest, is_matrix in ((matrices, True), (others, False)):
         own = {key: value for key, value in gradients.items() if (key[0] in MATRICES) == is_matrix}

@@ -1,4 +1,4 @@
-"""Exchanges between shards and owner ranks in several rounds: overlap with computation, memory reuse, senders."""
+"""Exchanges between shards and owner ranks in several rounds: equal updates, memory reuse, senders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAKES: list[Make] = [muon, soap, adafactor]
 
 def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]) -> list[tuple[list[Part], int, bool]]:
     """Return per optimizer its shards, its number of rounds, and whether later steps reused the buffers of the
-    first."""
+    first step."""
     found = []
     small = partial(Homes, round_bytes=1)
     with (

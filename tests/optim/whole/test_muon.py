@@ -1,4 +1,4 @@
-"""Muon: the values of torch, its formula, and the update of the dense model on every layout."""
+"""Muon matches torch, its formula, and the dense update on every layout."""
 
 from __future__ import annotations
 

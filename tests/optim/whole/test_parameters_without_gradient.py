@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Shampoo": lambda params: Shampoo(params, lr=0.05, weight_decay=0.1),
     "whole(AdamW)": lambda params: whole(torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)),
 }
-# The topology, the layout of both parameters, and the options of the optimizer. No parameter is averaged over ranks: its
-# gradient would then be zeros (see docs/reference/LIMITS.md).
+# The topology, the layout of both parameters, and the options of the optimizer. No gradient is averaged over ranks, because
+# a missing gradient would then count as zeros (see docs/reference/LIMITS.md).
 LAYOUTS: dict[str, tuple[Topology, P, dict[str, Any]]] = {
     "one rank": (Topology(), P(), {}),
     "shards": (Topology(tensor=2), P("tensor"), {}),
@@ -69,7 +69,7 @@ def is_idle(step: int, first: bool) -> bool:
 
 
 def dense(name: str, first: bool) -> list[Tensor]:
-    """Train with the optimizer alone, whose parameters without gradients are not stepped. Return the weights."""
+    """Train with the optimizer alone, which does not step parameters without gradients. Return the weights."""
     model = Twice()
     optimizer = OPTIMIZERS[name](model.named_parameters())
     for step in range(STEPS):
@@ -86,7 +86,7 @@ def parallel(name: str, layout: str, first: bool) -> tuple[list[Tensor], bool]:
         model = Twice(spec, registry)
         inner = OPTIMIZERS[name](model.named_parameters())
         optimizer = ParallelOptimizer(inner, registry, max_norm=None, **options)
-        # A loss that the ranks shard is a mean over the data ranks.
+        # The optimizer divides gradients by the number of data ranks, here the expert ranks; the factor cancels this.
         factor = registry.size("expert") if "expert" in topology.axes else 1
         kept = True
         for step in range(STEPS):

@@ -473,7 +473,7 @@ def test_wrong_argument_check_fails_if_other_rank_gets_no_reply(world: World, tm
         check(outcomes, "ValueError: wrong")
 
 
-# In later calls of `clip_grad_norm_`, ranks no longer compare arguments, so another rank's error only makes the norm NaN.
+# In later calls of `clip_grad_norm_`, ranks no longer compare arguments: an error on one rank makes the norm non-finite.
 
 LATER: dict[str, dict[str, Any]] = {
     "params": {"params": None},

@@ -188,7 +188,7 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
 
 
 def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective() -> None:
-    """torch 2.15 may create groups collectively over NCCL; `connect` is safe there, too."""
+    """`connect` at construction is safe even if torch creates process groups collectively."""
     numbers = range(8) if is_full() else (3,)  # the cheapest case that deadlocks
     ask = [replace(drawn_of(number), asks=True) for number in numbers]
     made = [[of_kind(program, "make") for program in recorded(drawn)] for drawn in ask]

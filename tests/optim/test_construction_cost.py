@@ -1,4 +1,4 @@
-"""Object all-gathers before the first step: as few as possible, because they take longer with more ranks."""
+"""The number of object all-gathers before the first step, which take longer with more ranks."""
 
 from __future__ import annotations
 

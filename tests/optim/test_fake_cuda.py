@@ -150,7 +150,7 @@ def steps(
     graph: bool = False,
 ) -> list[Log]:
     """Return the logs of ``number`` steps, and of one more in a CUDA graph if ``graph``. Replicas are compared only if
-    the options request it, because that reads on the host in the first step."""
+    the options request it, because the comparison synchronizes with the host in the first step."""
     precision, dtype = MODES[mode]
     options = {"check_replicas": False, **options}
     with ExitStack() as stack:

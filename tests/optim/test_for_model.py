@@ -1,4 +1,4 @@
-"""`ParallelOptimizer.for_model` for models of DTensors, in DistributedDataParallel, and of replicated parameters."""
+"""`ParallelOptimizer.for_model` on models of DTensors, models in DistributedDataParallel, and replicated models."""
 
 from __future__ import annotations
 

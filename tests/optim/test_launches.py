@@ -53,7 +53,7 @@ def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32
 
 
 def torchs(count: int) -> Log:
-    """Return the log of `torch.nn.utils.clip_grad_norm_` and `AdamW`."""
+    """Return the log of torch's `clip_grad_norm_` and `AdamW` in the third step."""
     log = Log()
     with fake_cuda(collectives_on=CPU) as logging:
         params = weights(count)

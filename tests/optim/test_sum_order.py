@@ -40,7 +40,9 @@ def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: in
     torch.manual_seed(count)
     leaves = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(count)]
     wanted = reference_tree_sum(leaves)
-    assert count < 4 or not torch.equal(wanted, sum(leaves[1:], leaves[0]))  # another order rounds in another way
+    assert count < 4 or not torch.equal(
+        wanted, sum(leaves[1:], leaves[0])
+    )  # another order of additions rounds differently
     for ranks in (ranks for ranks in range(1, count + 1) if count % ranks == 0):
         per_rank, parts = count // ranks, dict[Node, Tensor]()
         for rank in range(ranks):

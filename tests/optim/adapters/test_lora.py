@@ -1,4 +1,4 @@
-"""LoRA on sharded layers trains like a dense model whose weights have the product of the factors added."""
+"""LoRA on sharded layers trains like a dense model with the product of the factors added to its weights."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_lora_with_dropout_trains_like_one_process_on_every_layout(world: World,
 
 
 def gradient_with_seeds(seeds: tuple[int, int]) -> tuple[Tensor, str]:
-    """Return the gradient of the replicated factor A behind dropout, and the error of unequal seeds."""
+    """Return the gradient of the replicated factor A, whose input has dropout, and the error of unequal seeds."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model: Any = adapted("tensor", registry, Options(("up",), {"dropout": 0.5}))
         torch.manual_seed(seeds[registry.rank("tensor")])

@@ -1,4 +1,4 @@
-"""Damaged or incompatible checkpoints raise an error on every rank and change nothing."""
+"""Loading a damaged or incompatible checkpoint raises an error on every rank and changes nothing."""
 
 from __future__ import annotations
 

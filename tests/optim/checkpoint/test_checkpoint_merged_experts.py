@@ -90,7 +90,7 @@ def train(
 
 
 def run(path: Path, topology: Topology, kind: str, busy_until: int, save: bool) -> list[Any]:
-    """Train all steps and ``save`` a checkpoint in the middle, or train from that checkpoint. Return weights and state."""
+    """If ``save``, train all steps and save a checkpoint in the middle; else train from it. Return weights and state."""
     model, optimizer = build(topology, kind)
     if save:
         train(model, optimizer, range(FIRST), busy_until)

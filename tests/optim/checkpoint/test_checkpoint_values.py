@@ -159,7 +159,7 @@ def test_wrong_value_in_checkpoint_file_is_rejected_or_leaves_usable_state(
             assert everything(run) == before, (path, other)
             assert error.__cause__ is None or str(error.__cause__).isprintable()
             continue
-        # The loaded run can be saved, stepped and loaded.
+        # The loaded run can be stepped, saved and loaded again.
         run.step(4)
         assert math.isfinite(float(run.optimizer.last_stats.total_norm)), (path, other)  # type: ignore[union-attr]
         assert all(param.isfinite().all() for param in run.model.parameters()), (path, other)

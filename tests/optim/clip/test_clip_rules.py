@@ -317,7 +317,7 @@ def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, 
 
 
 def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
-    """So the comparison in `test_rule_using_local_norms_fails_comparison_with_dense_model` fails due to sharding only."""
+    """Sharding is the only cause of the failure in `test_rule_using_local_norms_fails_comparison_with_dense_model`."""
     wrong = [told[0] for told in world.run(1, trained, CONFIGS["one rank"], [ByLocalNorms()])]
     assert_as_dense(wrong, ByLocalNorms(), CONFIGS["one rank"], "one rank", dense_rule=PerParameter(3.0))
 
@@ -598,7 +598,7 @@ def test_rule_set_after_construction_clips_as_if_given_to_constructor() -> None:
 def test_skip_spikes_without_spike_gives_results_of_its_inner_rule() -> None:
     rules = {**RULES, **NAMED, **REMEMBERING, "user-defined": ByLastNorm()}
     inner = trained(CONFIGS["one rank"], [*rules.values()])
-    rules["user-defined"] = ByLastNorm()  # it has its state in an attribute
+    rules["user-defined"] = ByLastNorm()  # a new object, because this rule keeps state in an attribute
     outer = trained(CONFIGS["one rank"], [SkipSpikes(inner=rule) for rule in rules.values()])
     for name, expected, told in zip(rules, inner, outer, strict=True):
         assert told.bits == expected.bits, name
@@ -826,7 +826,7 @@ def batches(draw: st.DrawFn) -> list[Random]:
         for index in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
             spec = draw(specs(topology, shape, uneven=True))
-            if isinstance(rule, Adaptive):  # rejects uneven shards
+            if isinstance(rule, Adaptive):  # `Adaptive` rejects uneven shards
                 shape = tuple(n * topology.size(*spec.dim_axes(dim)) for dim, n in enumerate(shape))
             if isinstance(rule, Adaptive) and rule.unit_dim == 1:
                 shape, spec = (shape, spec) if len(shape) != 1 else ((), P())

@@ -277,7 +277,8 @@ def everything_over_tensor_ranks(model: Model, meshes: Meshes) -> float:
 
 
 def exhausted_generator(model: Model, meshes: Meshes) -> float:
-    """Count parameters without the dim tp on the first tensor rank only. The parameters come from a generator."""
+    """Count parameters without the dim tp on the first tensor rank only. The generator of parameters
+    is exhausted before gradients are scaled."""
     params = model.parameters()
     first = meshes["tp"].get_local_rank() == 0
     kept = [param for param in params if first or "tp" in param.device_mesh.mesh_dim_names]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""K micro-batches equal one large batch, for every precision mode, state placement and layout."""
+"""K micro-batches give the weights of one large batch, up to rounding, in several modes, placements and layouts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 2e-2, "fp16_naive": 3e-3}
 
 
 def train(axes: Axes, mode: str, options: dict[str, Any], windows: tuple[int, ...]) -> tuple[dict[str, Tensor], Any]:
-    """Return the full parameters after `STEPS` accumulation windows, and the collectives of two micro-batches: one that
-    does not end a window, and one that does."""
+    """Return the full parameters after `STEPS` accumulation windows, and the collectives of a micro-batch within a window
+    and of a micro-batch that ends a window."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)

@@ -51,7 +51,7 @@ def given(rank: int, count: int) -> list[Tensor]:
 
 
 def summed(scatter: bool, feedback: bool) -> list[Tensor]:
-    """Return the compressed sums over the ranks of eight flat buffers, one after another; ``scatter``: by
+    """Return the compressed sums over the ranks of eight successive flat buffers, by all-reduce, or with ``scatter`` by
     reduce-scatter and all-gather."""
     wire, memory = Bf16Compression(feedback), {}  # type: ignore[var-annotated]
     ranks, group = dist.get_world_size(), dist.group.WORLD
@@ -138,7 +138,7 @@ def test_float64_and_bfloat16_gradients_are_not_compressed(world: World, way: st
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize("how", ["plain", "unused", "explicit", "added", "offloaded"])
-def test_compressed_training_with_overlap_is_bitwise_identical_to_without(world: World, mode: str, how: str) -> None:
+def test_compressed_training_is_bitwise_identical_with_and_without_overlap(world: World, mode: str, how: str) -> None:
     expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Compression())
     for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Compression()), expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
@@ -197,7 +197,7 @@ def test_error_feedback_recovers_rounding_errors(world: World, way: str) -> None
 
 
 def overflown(way: str) -> list[bool]:
-    """Return per step whether the weights moved; the second step has a non-finite gradient."""
+    """Return per step whether the weights changed; the second step has a non-finite gradient."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = wide_model().half(), NaiveFp16(init_scale=4.0)
         declare(model, {"*": P()})

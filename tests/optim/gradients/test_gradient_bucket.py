@@ -25,7 +25,7 @@ from world import World
 
 
 class Seen(CommHook):
-    """Records the flat buffers that it gets, and reduces nothing."""
+    """A communication hook that records its flat buffers and reduces nothing."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
@@ -77,7 +77,7 @@ def test_parameter_frozen_after_bucket_was_made_gets_no_gradient() -> None:
 
 
 def test_trained_parameter_without_gradient_gets_reduced_gradient_of_bucket() -> None:
-    """Negative control of the test of a frozen parameter: a trained one without a gradient does get the sum."""
+    """Negative control of `test_parameter_frozen_after_bucket_was_made_gets_no_gradient`."""
     params = with_gradients(4, 4)
     bucket = bucket_of(params, Seen())
     params[1].grad = None

@@ -234,7 +234,7 @@ def test_replicas_stay_equal_when_ranks_hold_different_parameters(world: World, 
 
 
 def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict[str, int]]:
-    """Return the order of buckets, how many are reduced during backward, and the collectives of backward and step."""
+    """Return the order of buckets, the number reduced during backward, and the collectives of backward and step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, watched() as watch:
         model = wide_model()
         optimizer = ParallelOptimizer(

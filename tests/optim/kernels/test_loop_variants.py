@@ -28,7 +28,7 @@ def test_later_variant_is_selected_only_if_clearly_faster() -> None:
     first, *others = loops().supported()
     slow = dict.fromkeys(others, 2.0)
     assert chosen_with({**slow, first: 1.0}) == first
-    assert chosen_with({**slow, first: 2.05}) == first  # within 5 %
+    assert chosen_with({**slow, first: 2.05}) == first  # slower than another variant by less than 5 %
     assert chosen_with({**slow, first: 2.2, others[-1]: 1.8}) == others[-1]
     assert chosen_with({**slow, first: 2.2, others[0]: 1.85, others[-1]: 1.8}) == others[0]
 
@@ -40,7 +40,7 @@ def test_unknown_variant_raises_error_with_known_names() -> None:
     assert loops().variant == before
 
 
-def test_each_supported_instruction_set_has_plain_and_in_turn_variant() -> None:
+def test_each_supported_instruction_set_has_a_second_variant_named_in_turn() -> None:
     found = loops().supported()
     assert found == [name for name in VARIANTS if name in found]
     assert found[-2:] == ["plain", "plain in turn"]

@@ -1,4 +1,4 @@
-"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical for all variants
+"""Norm powers by the compiled loops are within 1e-14 of the reference, and bitwise identical for all variants
 of the loops and numbers of threads."""
 
 from __future__ import annotations

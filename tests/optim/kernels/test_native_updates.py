@@ -1,4 +1,4 @@
-"""Updates by the compiled loops match a float64 reference within two float32 rounding units of the largest operand."""
+"""Updates by the compiled loops match a float64 reference within 2 float32 eps times the operands' magnitudes."""
 
 from __future__ import annotations
 

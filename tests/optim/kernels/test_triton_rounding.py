@@ -1,4 +1,4 @@
-"""The Triton kernel for stochastic rounding in the interpreter: bitwise equal to plain torch, and unbiased."""
+"""The Triton kernel for stochastic rounding in the interpreter is bitwise equal to plain torch, and unbiased."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_triton_rounding_supports_tensors_at_unaligned_addresses(interpreted: In
 def test_triton_rounding_compiles_to_vector_loads_without_barriers(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Aligned addresses use vectors of four, also for the stores of two bytes per element. Nothing goes through shared
-    memory, and no instruction is approximate or atomic. The limit of registers allows six programs per SM."""
+    """At aligned addresses, loads and stores use vectors of four elements. The kernel uses no shared memory and no
+    approximate or atomic instructions. At most 80 registers per thread allow six programs per SM."""
     from meshstep.optim.kernels import triton_rounding_kernel as module
     from triton import compile
     from triton.backends.compiler import GPUTarget

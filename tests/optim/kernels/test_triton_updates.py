@@ -1,4 +1,4 @@
-"""Interpreted Triton updates match a float64 reference within two float32 rounding units of the largest operand."""
+"""Interpreted Triton updates match a float64 reference within 2 float32 eps times the operands' magnitudes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_triton_update_matches_float64_reference(
 
 
 def groups_together(rules: list[Rule], factor: float) -> None:
-    """Update groups with different options in one call, and each group in a call of its own."""
+    """Update groups with different options in one call, and each group in a separate call."""
 
     def cases() -> list[ByTriton]:
         dtypes = torch.float32, torch.float16, torch.float32, torch.bfloat16
@@ -259,7 +259,7 @@ def test_triton_update_reads_low_precision_gradients_as_torch(interpreted: Inter
 
 
 def with_a_wrong_table() -> None:
-    """Let the second row point to the gradient of the first row."""
+    """Run an update whose pointer table has the first parameter's gradient for the second parameter, too."""
     case = ByTriton(Adam(1e-3), [300, 300], torch.float32, None, 8)
     with mock.patch.object(case, "columns", return_value=shifted(case.columns())):
         steps_as_the_reference(case, 0.5)

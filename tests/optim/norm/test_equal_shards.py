@@ -1,4 +1,4 @@
-"""The first step raises if shards are bitwise equal, unless they are too small, all zeros, or not compared."""
+"""The first step raises if all shards of a parameter are bitwise equal, except where equality proves nothing."""
 
 from __future__ import annotations
 

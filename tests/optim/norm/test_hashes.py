@@ -28,7 +28,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
 def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     """Any bit may be flipped; the lowest bit of the first element and the highest bit of the last element are drawn more
-    often. The tensor may be all zeros, such that the sign of a zero changes, or end in NaN."""
+    often. The tensor may be all zeros, so that the sign of a zero may change, or end in NaN."""
     tensor = torch.zeros(size).to(dtype) if data.draw(st.booleans()) else torch.randn(size).to(dtype)
     if dtype.is_floating_point and data.draw(st.booleans()):
         tensor[-1] = torch.nan
@@ -53,7 +53,7 @@ def test_reordered_elements_change_tensor_hash() -> None:
 def test_opposite_changes_in_two_replicas_do_not_cancel_in_hash_sum() -> None:
     """The hashes of three replicas are summed.
 
-    One replica has a value that is one higher, and another one that is one lower.
+    The value of one replica is higher by 1, and the value of another replica is lower by 1.
     """
     same, more, less = (torch.tensor([5 + step], dtype=torch.int32) for step in (0, 1, -1))
     low, high = words([more, less]).sum(0) - 2 * words([same])[0]
@@ -74,7 +74,7 @@ def test_sign_of_zero_and_nan_payload_affect_exact_hash_only(exact: bool) -> Non
 
 
 def test_splitmix64_finalizer_returns_published_outputs_of_splitmix64() -> None:
-    """The generator with seed 0 returns the finalizer of multiples of a constant."""
+    """With seed 0, SplitMix64 applies the finalizer to multiples of a constant."""
     multiples = [number * 0x9E3779B97F4A7C15 % 2**64 for number in (1, 2, 3)]
     wanted = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     signed = [number - 2**64 if number >= 2**63 else number for number in multiples]

@@ -96,8 +96,8 @@ def naive(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
 
 
 def one_boolean(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """Use one flag per parameter, "sharded": count other parameters on the first rank of the model axes only; sum
-    over all model axes."""
+    """Use one flag per parameter, "sharded": count unsharded parameters on the first rank of the model axes only, and
+    sum over all model axes."""
     axes = [axis for axis in registry.topology.axes if axis not in registry.topology.data_axes]
     first = registry.rank(*axes) == 0
     total = torch.zeros((), dtype=torch.float64)

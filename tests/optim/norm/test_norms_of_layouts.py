@@ -97,7 +97,7 @@ def test_tied_parameter_counts_once_in_global_norm(world: World, p: float, reduc
 
 
 def norms_by_name() -> dict[str, float]:
-    """Return the norm of each parameter. The second rank has its parameters in the opposite order of their names."""
+    """Return the norm of each parameter. The second rank lists its parameters in reverse order of their names."""
     topology = Topology(pipe=2)
     with ProcessGroupRegistry(topology) as registry:
         names = [["a", "b"], ["d", "c"]][registry.global_rank]

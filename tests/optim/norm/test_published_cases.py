@@ -64,7 +64,7 @@ def square(gradient: Tensor) -> float:
 
 
 def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
-    """Return the sum over the ranks of these axes."""
+    """Return the sum over the ranks of ``axes``."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=registry.group(*axes))
     return float(total)
@@ -86,7 +86,7 @@ def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
 
 
 def over(*axes: str) -> Rule:
-    """Sum the squares of everything that each rank holds over these axes."""
+    """Sum the squares of everything that each rank holds over the ranks of ``axes``."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         return sqrt(summed(sum(square(g.complete(registry)) for g in held.values()), registry, *axes))
@@ -120,8 +120,8 @@ def without_experts(held: Mapping[str, Gradient], registry: ProcessGroupRegistry
 
 
 def divided_as_dense_over_fewer(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Divide expert gradients by the size of their own data group, not by the number of ranks whose samples they
-    have seen."""
+    """Divide expert gradients by the size of the experts' data group, not by the number of ranks whose samples
+    contributed to these gradients."""
     experts = held["experts"].local(registry)
     dist.all_reduce(experts, group=registry.group("edp"))
     experts /= registry.size("edp")

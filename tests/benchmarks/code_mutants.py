@@ -635,10 +635,9 @@ _FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
 def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
     """Yield all faults of the fixed kinds in a module.
 
-    The kinds are: another operator; a condition that is negated; a condition of an ``if`` that is False; True for False
-    and the reverse; a number that is larger by 1; a call or assignment to an attribute that is left out. Annotations,
-    docstrings, raised errors and references for tests are not changed. A module with other characters than ASCII has no
-    faults.
+    The kinds are: another operator; a negated condition; a condition of an ``if`` replaced by False; True for False and
+    the reverse; a number larger by 1; a call statement or an assignment to an attribute left out. Annotations, docstrings,
+    f-strings, raised errors and references for tests are not changed. A module with non-ASCII characters has no faults.
 
     Args:
         path: The module.
@@ -735,9 +734,9 @@ _EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Yield pieces of code and their replacements.
 
-    The kinds are: a keyword argument left out; min for max and any for all; a number smaller by 1; one operand of
-    ``and`` or ``or`` left out; an item or a sum that is not assigned; ``break`` and ``continue`` left out; a return
-    within a condition left out; a bound of a slice left out.
+    The kinds are: a keyword argument left out; min and max, or any and all, exchanged; a number smaller by 1; one operand
+    of ``and`` or ``or`` left out; an assignment to an item, an augmented assignment, ``break``, ``continue`` or ``del``
+    left out; a return at the end of an ``if`` left out; a bound of a slice left out.
     """
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Name) and node.func.id in _EXCHANGED:
@@ -842,8 +841,8 @@ def _by_names(fault: Fault) -> list[str]:
 def _by_words(fault: Fault) -> list[str]:
     """Return all test files except `tests/interop`, sorted by similarity to the function with the fault, highest first.
 
-    The similarity is that of term frequency times inverse document frequency, over all words of the function, also
-    those of its texts, and over the parts of names.
+    The similarity (TF-IDF) compares all words of the function, including the words of its strings and the parts of its
+    names.
     """
     text = (ROOT / fault.file).read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]

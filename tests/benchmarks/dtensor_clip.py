@@ -1,4 +1,4 @@
-"""Time `clip_grad_norm_` for many small DTensors, without a registry, beside torch's function, in CPU time of rank 0.
+"""Time `clip_grad_norm_` for many small DTensors, without a registry, and torch's function, in CPU time of rank 0.
 
     python tests/benchmarks/dtensor_clip.py [--counts 100 1000 5000 20000] [--rounds 7] [--torch-limit 5000]
 

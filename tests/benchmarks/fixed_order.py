@@ -1,4 +1,4 @@
-"""Time the exchange and the norm of ``sum_order="fixed"`` beside the usual ones and DDP, in wall time of rank 0.
+"""Time the exchange and the norm of ``sum_order="fixed"`` compared with "any" and DDP, in wall time of rank 0.
 
     python tests/benchmarks/fixed_order.py [--ranks 2 4] [--elements 12000000] [--rounds 7]
 

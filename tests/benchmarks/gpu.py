@@ -270,7 +270,7 @@ def two_ranks_without_communication() -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with objects_gathered_by(said_by_all):  # object collectives need the answers of both ranks
+        with objects_gathered_by(said_by_all):  # object collectives would need objects of the other rank
             yield
     finally:
         dist.destroy_process_group()

@@ -84,7 +84,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measured(sizes: Sizes, mistake: str) -> tuple[int, int, float, bool]:
-    """Return numbers of parameters and of forwards, time in forwards and backwards, and whether `prove` found nothing."""
+    """Return numbers of parameters and forwards, time in units of a forward and backward, and whether nothing was found."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = Model(sizes, registry, mistake)

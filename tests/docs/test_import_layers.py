@@ -1,4 +1,4 @@
-"""The layers: which subpackage may import which, what each package exports, and that users need no more than the exports.
+"""Subpackages import only from lower layers, packages export all their imported names, and users need no other names.
 
 Imports are read from the files, also those within functions. Imports under TYPE_CHECKING do not count: they name a type and
 load nothing.

@@ -63,7 +63,7 @@ class Phase:
             )
 
     def wait(self, deadline: float) -> None:
-        """Wait for the process until the deadline, and then stop it with its children."""
+        """Wait for the process until its limit or the deadline, and then stop it with its children."""
         assert self.process is not None
         begin = time.monotonic()
         try:

@@ -21,8 +21,8 @@ from configured_runs import Report, go_on, run
 from judged_runs import problems_of
 
 FIRST = 1000  # number of the first drawn configuration
-# Configurations with mistakes that tests found only on a GPU: fused kernels got parameters with gaps in memory,
-# Offloaded chose other parameters on another replica, and empty weights stayed on the GPU.
+# Configurations that once failed, and only on a GPU: fused kernels got parameters with gaps in memory, Offloaded chose
+# other parameters on another replica, and empty weights stayed on the GPU.
 FOUND = {2: [1007], 4: [1001, 2053, 2094]}
 
 

@@ -572,7 +572,7 @@ class Simulation:
         return result
 
     def _run_copy(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a copy between devices and return its result; None: it is not such a copy."""
+        """Run a copy between devices and return its result. Return None for any other operator."""
         call = f"{name} {innermost_calls()}"
         if name == "_to_copy":
             source, device = args[0], kwargs.get("device")

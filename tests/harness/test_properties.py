@@ -31,7 +31,7 @@ def total(numbers: list[int]) -> int:
     return sum(numbers)
 
 
-def test_random_cases_draws_as_many_cases_as_hypothesis(world: World) -> None:
+def test_random_cases_runs_as_many_cases_as_hypothesis_in_one_call(world: World) -> None:
     ours: list[list[int]] = []
     calls: list[int] = []
     theirs: list[list[int]] = []

@@ -27,7 +27,7 @@ def loss_of(model: Net, x: Tensor) -> Tensor:
 
 
 def set_expert_gradient(model: Net, factor: float) -> None:
-    """Set the gradient of the experts, which the forward does not use, to ``factor`` times its value."""
+    """Set the gradient of the experts, which the forward does not use, to ``factor`` times `expert_gradient`."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     experts: Any = model.experts

@@ -100,7 +100,7 @@ def one_step(dense: Dense) -> None:
 
 
 def error_after_a_skipped_step(run: Run) -> None:
-    """An error after the steps 0 and 2."""
+    """An error after the steps 0 and 2, without step 1."""
     run.train(run.optimizer(), [0, 2])
     raise ValueError("a remedy")
 

@@ -74,7 +74,7 @@ def group_threshold_changed_on_one_rank(run: Run) -> None:
     "data=2", Error(RuntimeError, "clip_grad_by_norm", left_out=(1,)), write="pass the same threshold on every rank"
 )
 def explicit_threshold_differs(run: Run) -> None:
-    """`clip_grad_by_norm(threshold)` with a threshold that each rank computes from its own loss."""
+    """`clip_grad_by_norm(threshold)` with a threshold that differs between ranks."""
     optimizer = run.optimizer(max_norm=None)
     for step in range(20):
         optimizer.zero_grad()

@@ -518,7 +518,7 @@ def loaded_from_nowhere(run: Run) -> None:
 
 @mistake("tensor=2", Error(ValueError, "down.weight"), write='declare `P(None, "tensor")`, and save again')
 def loaded_elsewhere_with_a_wrong_dim(run: Run) -> None:
-    """A checkpoint of a model with a wrongly declared dim, loaded in one process."""
+    """A checkpoint of a sharded model with a wrongly declared dim, loaded into the unsharded model."""
     declare(run.model, SPECS)
     model = run.make_model()
     declare(model, {**SPECS, "down.weight": P("tensor", None)})

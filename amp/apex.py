@@ -25,7 +25,7 @@ from .modes import Criterion, Precision, register_mode
 
 
 class _Level(NamedTuple):
-    dtype: torch.dtype | None  # of parameters, buffers and inputs; None: autocast
+    dtype: torch.dtype | None  # dtype of parameters, buffers and inputs; None: use autocast
     keep_batchnorm_fp32: bool | None  # None: the level does not accept the option
     masters: bool
     loss_scale: float | Literal["dynamic"]
@@ -118,7 +118,7 @@ class ApexFp16(Precision):
         Args:
             model: The prepared module.
         """
-        exported = model.state_dict(keep_vars=True)  # tied entries are the same parameter object
+        exported = model.state_dict(keep_vars=True)  # keys of a tied parameter have the same object
         casts: dict[int, Tensor] = {}
         for key, value in exported.items():
             if isinstance(value, Tensor):

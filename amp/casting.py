@@ -207,7 +207,8 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             if not (target.is_contiguous() and source.is_contiguous()):
                 target.copy_(source)
                 continue
-            target, source = target.view(-1), source.view(-1)  # the strides of dims of length 1 are arbitrary
+            # Contiguous tensors may differ in the strides of dims of length 1.
+            target, source = target.view(-1), source.view(-1)
         group_targets, group_sources = groups.setdefault((target.device, target.dtype, source.dtype), ([], []))
         group_targets.append(target)
         group_sources.append(source)

@@ -308,7 +308,7 @@ class Fp8(Precision):
             by_row = [_trim_axes(axes, registry) for axes in (in_axes, out_axes, batch_axes)]
             return Fp8RowMatmul(registry, *by_row) if any(by_row) else Fp8RowMatmul()
         forward = _trim_axes((*out_axes, *in_axes, *batch_axes), registry)
-        # No registry if no axis needs it: a pickled layer can then be loaded in a process without process groups.
+        # Without axes the layer stores no registry, so that it can be unpickled in a process without process groups.
         return Fp8Matmul(registry, forward, _trim_axes((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
 
     def _data_axes(self, registry: ProcessGroupRegistry) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         one = torch.ones((), device=device)
         total = scaled_mm(Quantized(a.values, one), Quantized(b.values, one), torch.float32)
     else:
-        # Autocast would round the sums to half precision. TF32 may be on: it represents all 8-bit operands exactly.
+        # Autocast would round the sums to half precision. TF32 may be on, because it represents all 8-bit operands exactly.
         with torch.autocast(device.type, enabled=False):
             total = a.values.float() @ b.values.float().t()
     if by_row:
@@ -473,7 +473,8 @@ def cache_rounded(weight: Tensor) -> None:
     cache after the steps of torch optimizers.
     """
     global _hook_registered
-    if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
+    # A DTensor is not cached, because FSDP may reuse its memory for another tensor.
+    if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):
         CACHE[weight] = {}
     if not _hook_registered:
         register_optimizer_step_post_hook(_clear_after_step)
@@ -490,7 +491,7 @@ def cache_of(weight: Tensor) -> WeightCache | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in CACHE:
         return None
     if is_captured():
-        del CACHE[weight]  # permanently: replays of the graph step the weight without running the hook
+        del CACHE[weight]  # replays of the graph change the weight without running the hook that clears the cache
         return None
     return WeightCache(weight)
 

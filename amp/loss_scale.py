@@ -373,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer or a ParallelOptimizer")
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch creates the scale in the first call of `scale`, but a rank without a loss never calls `scale`.
+        # torch creates ``_scale`` in the first call of the method `scale`, which a rank without a loss never calls.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -386,7 +386,7 @@ class GradScaler(torch.amp.GradScaler):
         try:
             per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         except Exception:
-            self._agreed(torch.ones_like(found_inf))  # the other ranks wait for this rank; they skip the step
+            self._agreed(torch.ones_like(found_inf))  # the other ranks wait in this all-reduce, and then skip the step
             raise
         for local in per_device.values():
             found_inf = torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True))

@@ -224,7 +224,7 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
     job = ".".join(environ.get(name, "") for name in names)
-    # A port below 32768, because by default Linux assigns ports from 32768 on to other connections.
+    # The port is below 32768, because by default Linux assigns ports from 32768 on to other connections.
     return 20_000 + crc32(job.encode()) % 10_000
 
 

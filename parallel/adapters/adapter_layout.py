@@ -197,7 +197,7 @@ class ColumnLayout(AdapterLayout):
     """Layout of an adapter on a base layer whose output features are sharded over ``axes``.
 
     Args:
-        axes: The axes.
+        axes: The mesh axes that shard the output features.
         sequence_dim: Dim along which the input is sharded over the axes too. None: the input is replicated.
         completes_gradients: True: the adapter sums the gradient of A's output over the axes. False: code outside the layer
             sums the gradient of the layer's input, as for Megatron's experts, so the gradient of A is partial. Default:
@@ -233,7 +233,7 @@ class RowLayout(AdapterLayout):
     """Layout of an adapter on a base layer whose input features, or whose vocabulary, are sharded over ``axes``.
 
     Args:
-        axes: The axes.
+        axes: The mesh axes that shard the input features or the vocabulary.
         sequence_dim: Dim along which the output is sharded over the axes. None: the output is replicated.
         sums_output: True: the adapter sums the output of A over the axes. False: code outside the layer sums the output of
             the layer, as for Megatron's experts. Default: True.

@@ -167,7 +167,7 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     if kind is None:
         return ()
     params = list(params)
-    # `map` and a set of types, because a Python loop over thousands of parameters would be slow.
+    # `map` and a set of types are used, because a Python loop over thousands of parameters would be slow.
     if all(issubclass(cls, kind) for cls in {*map(type, params)}):
         dtensors = params
     else:

@@ -191,7 +191,7 @@ class Rules:
         return not getattr(param, "allreduce", True) or id(param) in self._experts
 
     def _is_summed(self, name: str, param: Tensor) -> bool:
-        # Norms before the projection of multi-latent attention have complete gradients: the projection's backward sums.
+        # Gradients of norms before a projection of multi-latent attention are complete, because its backward sums them.
         per_head = ("q_layernorm" in name or "k_layernorm" in name) and id(param) not in self._complete_norms
         by_name = self._norms_by_name and per_head
         return by_name or (self._sequence_parallel and bool(getattr(param, "sequence_parallel", False)))

@@ -98,8 +98,8 @@ def sharded_model(model: nn.Module) -> Any:
     kind = type(model).__name__
     if not found:
         raise ValueError(
-            f"{kind} has no device mesh; load it with from_pretrained(path, distributed_config="
-            "DistributedConfig(tp_size=2)), or create a ProcessGroupRegistry and call "
+            f"{kind} contains no model that from_pretrained has sharded; load it with from_pretrained(path, "
+            "distributed_config=DistributedConfig(tp_size=2)), or create a ProcessGroupRegistry and call "
             "declare(model, ...)"
         )
     if len(found) > 1:

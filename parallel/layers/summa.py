@@ -132,7 +132,7 @@ class _Summa(torch.autograd.Function):
         by_row, by_col = grid.panels(ctx.inner)
         panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
         grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
-        # One loop computes both gradients, so that the collectives of one overlap with the products of the other.
+        # One loop computes both gradients, so that the collectives of one gradient overlap with the products of the other.
         for of_row, of_col in zip(by_row, by_col, strict=True):
             if need_a:
                 grad_a.add(of_col, grad @ next(panels_b).t())

@@ -88,7 +88,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
 MOST = 64  # largest number of ranks in a picture
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
 BAR = 14  # height of a tensor of one dim, in pixels
-HEAD, FOOT = 48, 52  # pixels of a panel above its cards, for title and spec, and below its cards, for text
+HEAD, FOOT = 48, 52  # heights in pixels: of the title and spec above the cards of a panel, and of the text below them
 
 Cells = frozenset[tuple[int, ...]]
 

@@ -254,7 +254,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((start,) if shape else (), (stop - start,) if shape else ())
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # complete rows
+    first, last = -(-start // row), stop // row  # the range of complete rows
     if first > last:  # all elements are in row `last`, which is not complete
         yield from _rows(last, boxes_of_run(shape[1:], start - last * row, stop - last * row))
         return

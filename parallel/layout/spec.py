@@ -29,8 +29,8 @@ from ..mesh.topology import Topology, by_axis
 # Blocks: a dim that consists of several concatenated tensors, each of which is sharded separately ---------------------
 
 # An example is a fused weight: the gate and up weights of a gated MLP in one matrix, or the q, k and v weights. If the
-# first matrix were sharded over two ranks as one block, one rank would hold the gate weight, and the other the up
-# weight. But each rank needs its shard of both weights:
+# matrix of gate and up weights were sharded over two ranks as one block, one rank would hold the gate weight, and the other
+# rank the up weight. But each rank needs its shard of both weights:
 #
 #     blocks("tensor", 2)             tensor=2    gggguuuu -> gguu | gguu
 #     blocks("tensor", (4, 1, 1))     tensor=2    qqqqqqqqkkvv -> qqqqkv | qqqqkv

@@ -37,12 +37,12 @@ from .topology import Topology
 
 # Requests and responses between ranks, through the store of the default process group ---------------------------------
 
-# A thread of every process checks the store for requests once per second. The store has one key with the number of
-# requests, and one key per rank with its response.
+# A thread of every process checks the store for requests once per second. The store has the number of requests under the
+# key `_QUESTIONS`, and the response of each rank under `_ANSWER` and the rank.
 
 POLL_INTERVAL = 1.0  # seconds
 RESPONSE_TIMEOUT = 4.0  # seconds
-_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # number of requests; response per rank
+_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # store keys
 
 
 class Answering:
@@ -58,7 +58,7 @@ class Answering:
 
     def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
         self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
-        # A separate connection to the store, because another thread may be waiting on the default connection.
+        # The clone has a separate connection to the store, because another thread may be waiting on the default connection.
         self._store = distributed_c10d._get_default_store().clone()
         self._server = _Server(self._store)
         self._world, self._stop = weakref.ref(world), threading.Event()

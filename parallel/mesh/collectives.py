@@ -109,7 +109,8 @@ def _collective(function: Map_) -> Map_:
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # `track_call` counts calls, so each call would be compiled again
+        # The counter of `track_call` changes in each call, so torch.compile would compile each call again.
+        if torch.compiler.is_compiling():
             return function(tensor, over, **options)
         with track_call(over.call, over.registry):
             return function(tensor, over, **options)

@@ -37,7 +37,7 @@ def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], 
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new = renamed[name]
-        if not is_called_by_importlib():  # ``from module import name`` gets the name twice: first importlib gets it
+        if not is_called_by_importlib():  # ``from module import name`` reads the name twice; importlib reads it first
             warn_deprecated(f"{module}.{name}", f"write {new.__name__} instead")
         return new
 

@@ -146,7 +146,7 @@ def refined(
                 f"the meshes have no common axes: {ends[small]} is {small}, {ends[large]} is {large}, and {small} doesn't "
                 f"divide {large}; create the meshes so that each group of one mesh consists of complete groups of the other"
             )
-    atoms = list(pairwise(digits))[::-1]  # slowest first
+    atoms = list(pairwise(digits))[::-1]  # slowest axis first
 
     def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the indices in ``atoms`` of the axes that together form one mesh dim.

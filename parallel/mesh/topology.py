@@ -593,7 +593,7 @@ class Topology(ByRole):
         Raises:
             ValueError: A name is unknown, or an axis is named twice, directly or by an alias.
         """
-        # A list, because torch.compile can't trace `prod` of a generator.
+        # `prod` gets a list, because torch.compile can't trace `prod` of a generator.
         return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])
 
     def role(self, axis: str) -> Role:

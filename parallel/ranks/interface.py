@@ -161,8 +161,8 @@ class RanksError(AssertionError):
 
 # Serialization of a call for another process: the function by name, its arguments by value ----------------------------
 
-# The receiving process imports the function's module with the `sys.path` of the caller. If this path has no such
-# module, or a module of that name in another file, the process imports the module from the caller's file. Test files of
+# The receiving process imports the function's module with the `sys.path` of the caller. If this path does not lead to the
+# file of the module in the calling process, the receiving process imports the module from this file. Test files of
 # pytest often need this. Functions of the script itself (``__main__``) work too, because `multiprocessing` imports the
 # script in each worker. Scripts therefore need ``if __name__ == "__main__":``.
 

@@ -283,8 +283,8 @@ class RankPool(Ranks):
         First create the store, missing workers and the name of a new default group, if they are needed.
         """
         if self._store is None:
-            # A TCP store, because a file store polls, which slows the creation of groups. The socket is IPv4 only,
-            # because torch would ask a name server for ::ffff:127.0.0.1 while ranks wait.
+            # The store is a TCP store, because a file store polls, which slows the creation of groups. The socket is IPv4
+            # only, because torch would ask a name server for ::ffff:127.0.0.1 while ranks wait.
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
                 self._store = TCPStore(

@@ -95,7 +95,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         ValueError: ``rank`` is not in 0..size-1.
     """
-    # Imported here, because other versions of torch may lack this private module.
+    # The import is in the function, because other versions of torch may lack this private module.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not 0 <= rank < size:
@@ -393,7 +393,7 @@ class LaunchedRanks(Ranks):
         """Wait for the values that ``ranks`` write into the store under ``key``, and return them by rank.
 
         Args:
-            key: The key.
+            key: The key in the store, which is followed by the rank.
             ranks: The ranks that write a value.
             timeout: The longest time to wait, in seconds.
             function: Name of the function that is passed to `run`, for the error. Default: none, outside `run`.

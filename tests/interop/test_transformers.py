@@ -262,7 +262,7 @@ def refused(path: str) -> list[str]:
     attention = model.model.layers[1].self_attn
     inner = attention.k_norm.forward
     attention.k_norm.forward = lambda x: inner(x)
-    with pytest.raises(ValueError, match="has no device mesh") as unsharded:
+    with pytest.raises(ValueError, match="contains no model that from_pretrained has sharded") as unsharded:
         registry_of(made("qwen3"))
     found.append(str(unsharded.value))
     with pytest.raises(ValueError, match="in the plan, but") as patched:
@@ -276,7 +276,7 @@ def test_unsharded_models_and_models_with_replaced_forward_are_rejected(
     world: World, saved: Callable[[str], str]
 ) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
-        assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
+        assert "Qwen3ForCausalLM contains no model that from_pretrained has sharded; load it with" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped
 
 

@@ -153,7 +153,7 @@ class Hold:
     """Advances a schedule by calls of `step`, except in the middle of an accumulation window and after a skipped step.
 
     The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
-    call of `step`, as when a CUDA graph replays its steps, the flag of its last step is read again.
+    call of `step`, as when a CUDA graph replays its steps, the skip flag of the optimizer's last step is read again.
 
     On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` advances the
     schedule at once, and `settle` undoes the advance if the optimizer's step was skipped. Without ``take_back``,

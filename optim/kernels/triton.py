@@ -1,6 +1,6 @@
 """Launcher of the Triton kernels in `triton_kernels`, which compute the same formulas as the compiled CPU kernels.
 
-They were tested on an NVIDIA H100. On a CPU, tests use Triton's interpreter: if the environment has
+The kernels were tested on an NVIDIA H100. On a CPU, tests use Triton's interpreter: if the environment has
 ``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
 tensors.
 """
@@ -236,7 +236,7 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
     """Return one row of the kernels' argument ``hyper``: the `triton_kernels.HYPER` numbers of a param group.
 
-    They are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and -1 if the
+    The numbers are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and -1 if the
     optimizer maximizes, else 1.
     """
     hyper = part.hyper

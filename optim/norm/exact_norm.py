@@ -61,11 +61,11 @@ def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     parts = [part for flat in gradients for part in (flat, padding[: -len(flat) % CHUNK])]
     values = torch.cat(parts).double() if len(gradients) > 1 or len(parts[-1]) else gradients[0].double()
     values = values.abs() if norm_type == 1 else values.square()
-    return avg_pool1d(values.view(1, 1, -1), CHUNK).view(-1)  # `Tensor.sum` promises no order of additions
+    return avg_pool1d(values.view(1, 1, -1), CHUNK).view(-1)  # not `Tensor.sum`: its order may vary
 
 
 def exact_summands(powers: Tensor, top: Tensor) -> Tensor:
-    """Return the three summands of each chunk power, [3, chunks]. Sums of each summand are exact in every order.
+    """Return the three summands of each chunk power, [3, chunks]. The sum of a row is exact in every order of additions.
 
     Args:
         powers: Chunk powers, >= 0 and finite, [chunks] float64.

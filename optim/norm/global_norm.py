@@ -472,14 +472,14 @@ class Units:
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
         """Return this rank's power of each unit of the model, [count] float64; 0 for units that it does not hold.
 
-        The power is the sum of |x|^p over this rank's part of the unit, times the weight. For `HIGH` <= p < inf, whose
-        powers often leave the range of float64, the values are p-th roots of these powers. For p = inf the value is the
-        largest |x|, without a weight. Host synchronization: none.
+        The power is the sum of |x|^p over this rank's part of the unit, times the entry's factor in ``weights``. For
+        `HIGH` <= p < inf, whose powers often leave the range of float64, the values are p-th roots of these powers. For
+        p = inf the value is the largest |x|, without a factor. Host synchronization: none.
 
         Args:
             tensors: One tensor per entry of the plan; None counts as zero.
             norm_type: p >= 1, or inf.
-            weights: One weight per entry: 1 / its replication factor.
+            weights: One factor per entry of the plan: 1 / the entry's replication factor.
         """
         device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
         totals = torch.zeros(self.count, dtype=torch.float64, device=device)

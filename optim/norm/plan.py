@@ -103,8 +103,8 @@ def entries_of(
         topology: The mesh.
         compared: True: an undeclared plain parameter counts as replicated over the mesh axes of all DTensors among the
             parameters. The caller must compare the replicas before the first step. Default: False.
-        undeclared_are_replicas: True: no undeclared parameter is an error. It counts as replicated over all axes for
-            which it has no placement. The caller must compare the replicas. Default: False.
+        undeclared_are_replicas: True: an undeclared parameter is never an error. It counts as replicated over all axes
+            for which it has no placement. The caller must compare the replicas. Default: False.
     Raises:
         ValueError: A parameter is undeclared and does not count as replicated, a layout does not fit ``topology``, or the
             layout of a DTensor can't be described by a spec.

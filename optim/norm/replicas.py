@@ -47,7 +47,7 @@ ADVICE = advice_on("use check_replicas=False", "max_norm=")
 
 
 class ReplicaMismatchError(RuntimeError):
-    """The error for replicas of a parameter, its gradient or its optimizer state that differ; ``mismatches`` lists them.
+    """The error that is raised if replicas of a parameter, its gradient or its optimizer state differ.
 
         try:
             optimizer.step()
@@ -476,7 +476,7 @@ class EqualShards:
         Args:
             numbers: [entries, 2 or more] int64: the hashes of the weights and of the gradients, from
                 `ReplicaCheck.numbers`.
-            weights: One weight per entry of the plan.
+            weights: One weight tensor per entry of the plan.
             gradients: One gradient, or None, per entry of the plan.
         Host synchronization: none if all tensors are on the device of this object.
         """

@@ -560,8 +560,8 @@ def gradient_buckets(
             bucket = GradientBucket(
                 bucket_params, layout, group, hook or NoCompression(), dtype, kind.scale, adopt, pending
             )
-            # All ranks must sort the buckets into the same order. The index of a tied parameter may differ between
-            # stages, so the layout precedes the index in the sort key of buckets of tied parameters.
+            # Ranks that reduce the same buckets must sort them into the same order. The index of a tied parameter may
+            # differ between stages, so the layout precedes the index in the sort key of buckets of tied parameters.
             keyed_buckets.append(
                 (kind.ranks, kind.layout if kind.layout.tied else NormBucket(), -layout.indices[-1], bucket)
             )

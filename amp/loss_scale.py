@@ -180,7 +180,7 @@ class DynamicLossScale(LossScale):
         self.scale.clamp_(max(settings.min_scale, SMALLEST), settings.max_scale)
 
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
-        """Count the overflow of this step, if any. Undo its back-off while the count is below ``hysteresis``.
+        """Count overflows, and undo the back-off of the scale while the count is below ``hysteresis``.
 
         After ``growth_interval`` good steps in a row, the count restarts at 0. ``before`` is the scale before this step's
         back-off or growth.

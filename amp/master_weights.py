@@ -76,7 +76,7 @@ class MasterWeights:
     def refresh(self) -> int:
         """Create a master for each half-precision parameter in the param groups, unless the parameter is frozen.
 
-        The parameters that already have a master are no longer in the param groups, and keep it.
+        A parameter that already has a master keeps it, because the master has replaced it in the param groups.
 
         Returns:
             The number of new masters. If it is not 0, lists of the optimizer's parameters that your code stores are
@@ -466,7 +466,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     The weight is the nearest bfloat16, and ties round away from zero. The remainder is the difference of the bits.
 
     Args:
-        master: float32 tensor of any shape, strides and bits. Weight and remainder have its shape.
+        master: float32 tensor of any shape, strides and bits. Weight and remainder have the same shape.
     Peak memory: 16 bytes per element.
     """
     code = _code(master.view(torch.int32))

@@ -66,7 +66,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 def seed_of(seed: int, steps: int, key: str) -> int:
     """Return the seed of the rounding noise of one parameter in one step. Equal arguments give equal seeds on every rank.
 
-    The arguments are the fields of `Noise`; ``key`` is its ``name``.
+    The arguments are the fields of `Noise`; ``key`` is the field ``name``.
     """
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -502,7 +502,7 @@ def _check_seed(value: object, field: str) -> None:
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
     """Raise ValueError if a bfloat16 parameter of the (name, parameter) pairs has no name and is not tied.
 
-    The seed of a parameter's rounding noise contains its name.
+    The seed of a parameter's rounding noise is computed from the name.
     """
     for name, param in params:
         annotation = annotation_of(param)

@@ -387,7 +387,7 @@ def _layout(
 
 
 def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
-    """Return the layout of PEFT's adapter of a parameter of several experts, which must be replicated.
+    """Return the layout of PEFT's adapter of a parameter of several experts. The parameter must be replicated.
 
     Raises:
         ValueError: The parameter is sharded; or as in `weight_spec`.

@@ -141,7 +141,7 @@ class GroupedLoRA(AroundBase):
         return self.base_layer(*args, **kwargs)
 
     def _set_adapted(self, base: nn.Module, _: Any) -> None:
-        """Set the adapted weights as attributes of the base module, which its forward finds before its parameters."""
+        """Set the adapted weights as attributes of the base module, which hide its parameters of the same names."""
         if not self.is_merged:
             for name in self._layouts:
                 weight = local_tensor(base.get_parameter(name))

@@ -190,10 +190,10 @@ class LoRA(AroundBase):
         """Return the norm of each row of the adapted weight, for this rank's rows of B.
 
         Args:
-            dtype: Dtype of the computation. None: the weight's, at least float32.
+            dtype: Dtype of the computation. None: the dtype of the weight, or float32 for a half-precision weight.
         Collectives: an all-reduce over the axes that shard the input features. On `Linear2D` an all-gather of A, on
         `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table. If `fully_shard`
-        has sharded the weight further, two all-gathers of it.
+        has sharded the weight further, two all-gathers of the weight.
         """
         layout = self._layout
         a, b = layout.factors_of_weight(local_tensor(self.lora_A), local_tensor(self.lora_B))
@@ -270,7 +270,7 @@ class LoRA(AroundBase):
         return None if weight is None else local_tensor(weight)
 
     def _change(self) -> Tensor:
-        """Return ``scaling * B @ A`` for this rank's elements of the base weight, in the shape of its shard, in float64."""
+        """Return ``scaling * B @ A`` for this rank's shard of the base weight, in the shape of the shard, in float64."""
         factors = full_factors(self)
         out_spans, in_spans = self._weight_spans()
         change = self.scaling * elements_at(factors["B"].double(), 0, out_spans)

@@ -445,7 +445,7 @@ def sum_partial_gradient(param: DTensor) -> None:
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from the local parameter ``piece``. Give it to the DTensor ``param`` if that has no gradient."""
+    """Remove the gradient from the local parameter ``piece``. Give it to the DTensor ``param`` if ``param`` has none."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))
@@ -560,7 +560,7 @@ def _check(
 
     Args:
         param: The DTensor parameter.
-        axis: A dim of its mesh.
+        axis: Name of a dim of the parameter's mesh.
         has: The gradient's placement over ``axis``.
         wanted: The parameter's placement over ``axis``.
         summed: Axes over which the gradient may be partial.

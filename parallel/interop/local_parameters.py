@@ -67,8 +67,8 @@ def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
 def named_shards(model: nn.Module) -> dict[str, Tensor]:
     """Return ``model.named_parameters()`` as a dict, with sharded parameters for all `fully_shard` modules.
 
-    After a forward without a backward, for example, such a module may still have its gathered parameters. The dict has the
-    sharded DTensor in place of each gathered parameter, because optimizers need the sharded parameters.
+    A `fully_shard` module may still have its gathered parameters, for example after a forward without a backward. The dict
+    has the sharded DTensor in place of each gathered parameter, because optimizers need the sharded parameters.
     """
     shards: dict[int, Tensor] = {}
     for module in fully_sharded(model):

@@ -124,8 +124,8 @@ class _RopeSum:
 class _SumInBackward(torch.autograd.Function):
     """Autograd function that returns its tensor, and in backward sums the gradient over a process group.
 
-    Megatron's `copy_to_tensor_model_parallel_region` is not used: it loses the sum if the gradient is not contiguous, and
-    the gradient of the rotary keys is not contiguous.
+    Megatron's `copy_to_tensor_model_parallel_region` is not used, because it loses the sum if the gradient is not
+    contiguous. The gradient of the rotary keys is not contiguous.
     """
 
     @staticmethod

@@ -160,7 +160,7 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
 
 
 def _is_summed(module: nn.Module) -> bool:
-    """Return True if Transformers sums this module's gradients in a hook, also if `registry_of` has removed the hook."""
+    """Return True if a hook of Transformers sums this module's gradients, or did until `registry_of` removed the hook."""
     forward = vars(module).get("forward")
     return getattr(forward, "__qualname__", "").startswith(_HOOK) or (
         forward is None and getattr(module, _RELEASED, False) is True
@@ -168,7 +168,7 @@ def _is_summed(module: nn.Module) -> bool:
 
 
 def _glob_of(name: str) -> str:
-    """Return the name with ``*`` in place of each number: the tensor-parallel plan writes ``*`` for layer indices."""
+    """Return the name with ``*`` in place of each number, because the tensor-parallel plan has ``*`` for layer indices."""
     return re.sub(r"\d+", "*", name)
 
 

@@ -276,7 +276,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 def _reduce(loss: Tensor, ignored: Tensor, sharding: _Sharding) -> tuple[Tensor, Tensor]:
     """Return the loss reduced by ``sharding.reduction``, and the weight of each target's loss in the result.
 
-    ``loss`` has the loss of each target on this rank, 0 for an ignored target. ``ignored`` is the mask of these targets.
+    ``loss`` has the loss of each target on this rank, 0 for an ignored target. ``ignored`` is True for these targets.
     """
     weight = (~ignored).to(loss.dtype)
     if sharding.reduction == "none":

@@ -102,7 +102,8 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
     """Return the axes over which the gradients of a 2.5-D layer's parameters are partial.
 
-    ``depth`` is the mesh axis along which there are several grids, or an alias, which is replaced by its axes. None: ().
+    ``depth`` is the mesh axis along which there are several grids, or an alias, which is replaced by its axes. If it is
+    None, the result is ().
 
     Raises:
         ValueError: The topology does not have this axis.

@@ -162,7 +162,8 @@ def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tenso
 
     ``x`` is this rank's shard [..., features of this rank]. ``features`` is the number of features over all ranks.
 
-    Collectives: one all-gather; two all-reduces if ``features`` is not divisible by the size of the group.
+    Collectives: one all-gather, or two all-reduces if ``features`` is not divisible by the size of the group; none over a
+    single rank.
     """
     if features % cols.size:
         mean = all_reduce(x.sum(-1, keepdim=True) / features, cols)

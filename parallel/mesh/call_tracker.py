@@ -151,7 +151,7 @@ _answering: Answering | None = None
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
     """Start the thread that responds to other ranks, unless it already runs for the current default process group.
 
-    Arguments as in `Answering`. Return True if this call started the thread.
+    The arguments are those of `Answering`. Return True if this call started the thread.
     """
     global _answering
     if _answering is not None and _answering.is_of_now():

@@ -204,8 +204,8 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
         tensor: Its dim ``cut.dim`` has length ``sum(cut.sizes)``.
         over: The group.
         cut: The dim to split, and the length of the section for each receiving rank.
-        joined: The dim along which received sections are concatenated, and the length along it of the section from each
-            rank.
+        joined: The dim along which received sections are concatenated, and the length along this dim of the section that
+            each rank sends.
     """
     sent = tensor.split(cut.sizes, cut.dim)
     shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
@@ -232,7 +232,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-    """Return ``forward_map(tensor, over)``, with ``backward_map`` in backward; for a group of size 1, ``tensor``."""
+    """Return ``forward_map(tensor, over)``, with ``backward_map`` in backward. For a group of size 1, return ``tensor``."""
     if over.size == 1:
         return tensor
     result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)
@@ -326,7 +326,7 @@ def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, unev
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """Return the lengths of two chunks of a dim that `torch.chunk` splits over the group: the first, and this rank's.
+    """Return the length of the first chunk, and of this rank's chunk, of a dim that `torch.chunk` splits over the group.
 
     Raises:
         ValueError: ``over`` has no axis or several axes.

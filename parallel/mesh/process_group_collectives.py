@@ -58,7 +58,7 @@ _LENGTH = 8  # bytes of the length field, before the pickled object
 
 
 class NotPicklableError(TypeError):
-    """`pickle` does not accept the object that a rank gathers. `all_gather_objects` raises it before any collective."""
+    """`pickle` does not accept an object. `all_gather_objects` raises this error before it issues a collective."""
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:

@@ -174,7 +174,7 @@ def _end_with_parent(folder: str | None) -> None:
 def _stay_on_this_machine() -> None:
     """Set the environment variable GLOO_SOCKET_IFNAME to the loopback interface, unless the variable is set already.
 
-    Without it gloo resolves the host name, which fails on some machines.
+    Without the variable, gloo resolves the host name, which fails on some machines.
     """
     with suppress(OSError):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -361,7 +361,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """Return the text that a worker writes to ``stack``: wait 3 seconds for the first part, 0.3 seconds for others."""
+    """Return the text that a worker writes to ``stack``: wait 3 seconds for the first part, and 0.3 for each more."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))

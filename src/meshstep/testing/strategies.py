@@ -89,7 +89,7 @@ def specs(
         topology: Provides the axes.
         shape: Shape of the full tensor.
         kinds: The layouts over one axis to choose from. Default: all. Replicated (``"copied"``) is always possible.
-        uneven: True: also shard dims that are not a multiple of the axes' sizes. False: all shards are equal.
+        uneven: True: also shard dims whose length is not a multiple of the axes' sizes. False: all shards have equal shape.
     """
     entries: list[list[str]] = [[] for _ in shape]
     partial: list[str] = []
@@ -130,7 +130,7 @@ def layouts(
         most_ranks: Largest number of ranks. Default: 8.
         axes: Names of axes to choose from. Default: `AXES`.
         kinds: The layouts over one axis to choose from. Default: all. Replicated is always possible.
-        uneven: True: also shard dims that are not a multiple of the axes' sizes. False: all shards are equal.
+        uneven: True: also shard dims whose length is not a multiple of the axes' sizes. False: all shards have equal shape.
     """
     topology = draw(topologies(most_ranks, axes))
     shape = draw(shapes(largest=8))

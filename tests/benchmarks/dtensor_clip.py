@@ -56,7 +56,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measured(count: int, rounds: int, with_torch: bool) -> tuple[float, float, float, float]:
-    """Return microseconds per DTensor of the first call, a warm call, its kernels, and torch's (NaN: not timed)."""
+    """Return microseconds per DTensor of the first call, a warm call, its kernels, and torch's call (NaN: not timed)."""
     from meshstep.optim import clip_grad_norm_
     from meshstep.optim.norm.powers import local_powers
     from torch.distributed.device_mesh import init_device_mesh

@@ -35,7 +35,7 @@ from torch._C._autograd import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = Callable[[], object]
-WITHOUT_GPU = 2  # the exit status
+WITHOUT_GPU = 2  # exit status without a GPU
 LEAST_ROUNDS = 5
 
 
@@ -81,7 +81,7 @@ def ours(inner: torch.optim.Optimizer, **options: Any) -> Any:
 
 
 def clip_and_step(shapes: list[tuple[int, ...]], precision: str, device: torch.device, triton: bool) -> Ways:
-    """Return functions that make contenders: AdamW without clipping, the reference, and several ways to clip and step."""
+    """Return functions that make contenders: AdamW without clipping as the reference, and ways to clip and step."""
     from meshstep.amp import Bf16
 
     masters = precision == "bf16"

@@ -143,7 +143,7 @@ class Summed:
             param.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"]).add_(o, alpha=-OPTIONS["lr"] * self.scale)
 
     def of_all(self, grams: list[Tensor], steps: int, first: bool) -> list[Tensor]:
-        """Return the factor for the shards, from this rank's contribution to each Gram matrix."""
+        """Return per matrix the factor for its shards, from this rank's contributions to the Gram matrices."""
         if not self.homes:
             packed = torch.stack(grams)
             dist.all_reduce(packed)
@@ -160,7 +160,11 @@ class Summed:
 
 
 def polynomial(gram: Tensor, steps: int, first: bool) -> Tensor:
-    """Return the polynomial of X X^T for ``steps`` iterations; with ``first``, X is normalized before."""
+    """Return the factor of X after ``steps`` Newton-Schulz iterations; with ``first``, X is normalized first.
+
+    Args:
+        gram: X X^T.
+    """
     norm = gram.diagonal().sum().sqrt() if first else torch.ones((), dtype=gram.dtype)
     gram = gram / norm.square()
     p = q = one_step(gram)

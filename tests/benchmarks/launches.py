@@ -148,7 +148,7 @@ def figures(log: Log, numel: int) -> list[str]:
 
 
 def row(name: str, width: int = 128, layers: int = 8) -> str:
-    """Return the row of the table."""
+    """Return the table row of a case."""
     case = CASES[name]
     cells = figures(*count(case, True, width, layers))
     is_full = issubclass(type(case.make([("w", nn.Parameter(torch.ones(2, 2)))])), of_whole.WholeOptimizer)

@@ -90,7 +90,7 @@ class State:
 
     @property
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors that an update overwrites; half-precision weights are rounded masters."""
+        """Return the tensors to restore after an update. Half-precision weights are the rounded masters."""
         return self.master, self.mean, self.square
 
     def pieces(self) -> Iterator[tuple[int, int]]:

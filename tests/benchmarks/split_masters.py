@@ -30,7 +30,7 @@ def masks_of(master: Tensor) -> dict[str, Tensor]:
 
 
 def count(start: int, length: int) -> Counter[tuple[str, str]]:
-    """Count the masters with ``length`` consecutive bit patterns from ``start``."""
+    """Count results per kind of master, for the masters with the ``length`` bit patterns from ``start``."""
     bits = torch.arange(length, dtype=torch.int32).add_(start - (start >> 31 << 32))
     master = bits.view(torch.float32)
     weight, remainder = split_master(master)

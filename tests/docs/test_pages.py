@@ -240,9 +240,6 @@ def test_github_workflow_runs_the_ci_script() -> None:
 
 def test_modules_started_by_sh_blocks_can_be_imported() -> None:
     found = {words[words.index("-m") + 1] for page in PAGES.values() for words in commands(page) if "-m" in words}
-    for module in found - {
-        "tests.gpu",
-        "mkdocs",
-        "ruff",
-    }:  # a folder of the repository, and packages of the extra `dev`
+    # "tests.gpu" is a folder of the repository, and the other two are packages of the extra `dev`.
+    for module in found - {"tests.gpu", "mkdocs", "ruff"}:
         assert importlib.util.find_spec(module) is not None, module

@@ -1,4 +1,4 @@
-"""The cost model of docs/explanation/SCALE.md prints its output, and equals what steps count on 1 to 8 and 65,536 ranks."""
+"""The cost model of docs/explanation/SCALE.md prints its output, and equals counts of steps on 1 to 8 and 65,536 ranks."""
 
 from __future__ import annotations
 

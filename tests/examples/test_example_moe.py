@@ -1,4 +1,4 @@
-"""The mixture-of-experts example: on each layout of the experts, curve and norm equal the dense model."""
+"""The mixture-of-experts example: on each layout of the experts, curve and norm equal those of the dense model."""
 
 from __future__ import annotations
 

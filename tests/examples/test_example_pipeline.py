@@ -1,4 +1,4 @@
-"""The pipeline example: each schedule and topology has the curve of one process, and a run resumes with others."""
+"""The pipeline example: each schedule and topology has the curve of one process, and a run resumes with another one."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from precision_modes import differences
 
 @pytest.fixture(params=["auto", "torch"], autouse=True)
 def _kernels(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
-    """Use the library's kernels and torch's on a GPU. On the CPU `CpuGraph` records torch operators only."""
+    """Run each test with meshstep's and with torch's kernels; on the CPU only with torch's, which `CpuGraph` can record."""
     if device.type == "cpu" and request.param == "auto":
         pytest.skip("the substitute of a CUDA graph records torch operators only")
     with using(request.param):

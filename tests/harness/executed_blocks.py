@@ -175,7 +175,7 @@ def _take() -> set[int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
-    """Store the hits of a fixture that several tests share: any fixture whose scope is not a function."""
+    """Store the hits of a fixture that several tests share: any fixture whose scope is not "function"."""
     if fixturedef.scope == "function":
         return (yield)
     before = _take()

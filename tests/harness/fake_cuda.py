@@ -216,11 +216,8 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., 
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (
-                torch.cuda,
-                "current_stream",
-                lambda device: _Stream(waits),
-            ),  # the library must not use the current device's stream
+            # The device has no default here, because the library must not use the stream of the current device.
+            (torch.cuda, "current_stream", lambda device: _Stream(waits)),
             (torch, "Generator", GeneratorOfAnyDevice),
             (torch, "equal", equal),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),

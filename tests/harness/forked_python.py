@@ -75,7 +75,7 @@ class Forked:
         import_first: bool = False,
         fork_children: bool = False,
     ) -> None:
-        """Start the process as `run` does, or as `torchrun` with a number of processes.
+        """Start the process as `run` does, or as `torchrun` does if ``processes`` > 0.
 
         Args:
             fork_children: Also fork the processes that this one starts by `subprocess.Popen` with `sys.executable` in a

@@ -259,7 +259,7 @@ class Transformers:
 # torchtitan --------------------------------------------------------------------------------------------------------------
 
 
-# Sizes of the debug models that are replaced by smaller ones: arguments of the functions that make their layers.
+# Smaller sizes for the debug models: the function that makes the layers of a model, and its replaced arguments.
 _DEBUG_MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "llama3": ("_build_llama3_layers", {"n_layers": 2, "dim": 32, "n_heads": 4, "hidden_dim": 64}),
     "deepseek_v3": (
@@ -369,9 +369,8 @@ class Torchtitan:
         from torchtitan.components.loss import cross_entropy_loss
 
         positions = torch.arange(LENGTH).expand(len(tokens), -1)
-        autocast = mock.patch(
-            "torch.autocast", return_value=contextlib.nullcontext()
-        )  # disables the router's autocast to float32
+        # Disable the router's autocast to float32.
+        autocast = mock.patch("torch.autocast", return_value=contextlib.nullcontext())
         with Float64(), autocast:
             # torchtitan sums gradients over data ranks, so the loss is divided by the tokens of the global batch.
             loss: Tensor = cross_entropy_loss(model(tokens[:, :-1], positions), tokens[:, 1:]) / (ROWS * LENGTH)

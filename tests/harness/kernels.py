@@ -24,7 +24,8 @@ def kernels_of(name: str, args: Sequence[Any]) -> int:
     if name.startswith(("aten.stack.", "aten.cat.")):
         return _up(len(lists[0]), JOINED) if lists else 1
     if name.startswith("aten._fused_"):
-        return _launches(lists[0], len(lists) - ("sgd" not in name))  # the step counters are a separate list
+        # All optimizers except SGD also pass a list of step counters.
+        return _launches(lists[0], len(lists) - ("sgd" not in name))
     if name.startswith("aten._foreach_"):
         return _of_foreach(name, lists, [arg for arg in args if isinstance(arg, Tensor)], *args[1:2])
     return 1

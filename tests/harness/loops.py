@@ -48,7 +48,7 @@ def with_variant(name: str) -> Iterator[None]:
 
 @contextmanager
 def with_threads(count: int, torchs: bool) -> Iterator[None]:
-    """Run the loops on ``count`` threads of torch's thread pool, or of their own."""
+    """Run the loops on ``count`` threads: of torch's pool if ``torchs``, else of the loops' own pool."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     loops().borrow(torchs_threads() if torchs else None)

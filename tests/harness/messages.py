@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 def text_of(node: ast.expr) -> str:
-    """Return the source text of a string expression, with parameters in braces."""
+    """Return the text of a string expression, with its non-constant parts in braces."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

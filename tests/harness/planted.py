@@ -234,7 +234,7 @@ class Part:
     state: dict[str, Tensor]
 
     def of(self, full: Tensor) -> Tensor:
-        """Return the corresponding part of a full tensor, flat."""
+        """Return the elements of this shard from a full tensor, flat."""
         assert self.region is not None
         return self.region.of(full).flatten()[self.region.start : self.region.stop]
 

@@ -86,7 +86,7 @@ def random_cases(
                 test(world, drawn)
             except Exception:
                 draw(lambda case: test(world, [case]), from_seed, failures)
-                raise  # each case passes alone
+                raise  # the cases fail only together
 
         del together.__wrapped__  # pytest would look for a fixture for the second argument
         return together

@@ -51,9 +51,8 @@ def in_turn(*parts: Callable[[], None]) -> None:
     already imported are shared.
     """
     agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
-        "False"  # in the agent's store, each part would find the addresses of the previous part
-    )
+    # In the agent's store, each part would find the addresses of the previous part.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for number, part in enumerate(parts):
         if os.environ["RANK"] == "0":
             agents.set(f"port of part {number}", free_port())

@@ -266,9 +266,8 @@ def train(
             stats.append(taken)
         norms = torch.stack([entry.total_norm for entry in stats])
         gradients = {} if options.get("shard_states") else full_tensors(scenario, model, registry, gradients=True)
-        if (
-            dtype == torch.float32 and loops_for(optimizer.optimizer) is not None
-        ):  # native loops do not write the clipped gradients
+        # Native loops do not write the clipped gradients.
+        if dtype == torch.float32 and loops_for(optimizer.optimizer) is not None:
             gradients = {key: value * stats[-1].clip_coef for key, value in gradients.items()}
         return Run(
             start,

@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
-    """Return the model, with the same weights at every call with one seed."""
+    """Return `Mlp`; equal seeds give equal weights."""
     torch.manual_seed(seed)
     return Mlp().to(dtype)
 
@@ -54,7 +54,7 @@ def classifier() -> nn.Module:
 
 
 def small_model() -> nn.Sequential:
-    """Return a model for 8-bit layers: a linear layer from 16 to 32 features, and two with 10 outputs or inputs, which
-    fall back to higher precision."""
+    """Return a model for 8-bit layers: a linear layer from 16 to 32 features, and two linear layers with 10 outputs or 10
+    inputs, which fall back to higher precision."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))

@@ -144,7 +144,7 @@ class Work:
 
 
 class Event:
-    """An event of a simulated stream. An event that was never recorded has arrived, as in CUDA."""
+    """An event of a simulated stream. An event that was never recorded counts as completed, as in CUDA."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.clock = simulation, Clock()

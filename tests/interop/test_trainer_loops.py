@@ -17,7 +17,7 @@ from torch import Tensor
 from world import World
 
 MAX_NORM, LR, STEPS = 0.05, 0.1, 2
-EXPERT_FACTOR = 4.0  # Automodel divides the gradients of experts by such a factor
+EXPERT_FACTOR = 4.0  # the loop divides expert gradients by this factor, as Automodel does
 Result = tuple[list[float], dict[str, Tensor]]
 
 

@@ -59,7 +59,7 @@ def one_bit(run: Run) -> None:
 
 
 def warned(run: Run) -> None:
-    """A warning."""
+    """A warning, and correct steps."""
     warnings.warn("a remedy", stacklevel=1)
     run.train(run.optimizer())
 

@@ -207,7 +207,9 @@ def test_fp8_scaled_mm_matches_emulated_product(rows: int, dtype: torch.dtype) -
         assert_near(scaled_mm(left, right, dtype), product(left, right, dtype).double())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs an fp8 GPU"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_linear_on_gpu_matches_emulation_on_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(3)

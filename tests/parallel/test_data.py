@@ -95,7 +95,7 @@ def test_sampler_yields_each_sample_once_in_equally_many_batches(
     seen = [index for step in steps for batch in step for index in batch]
     assert len(seen) == len(set(seen)) == (whole * batch_size * ranks if drop else samples)
     if not shuffle:
-        assert seen == list(range(len(seen))), "in order, step by step, coordinate by coordinate"
+        assert seen == list(range(len(seen))), "samples are not in order of step and data rank"
 
 
 def test_loader_in_one_process_yields_batches_of_torch_data_loader() -> None:
@@ -144,7 +144,7 @@ def test_data_ranks_split_samples_and_tensor_ranks_see_equal_batches(world: Worl
         assert sizes == ([[4, 4], [4, 4]] if drop_last else [[4, 4, 4], [4, 4, 3]])
         whole[epoch] = [index for step in zip(*shares, strict=True) for batch in step for index in batch]
         assert len(set(whole[epoch])) == len(whole[epoch]) == (16 if drop_last else 23)
-    assert whole[0] != whole[1], "not reshuffled"
+    assert whole[0] != whole[1], "the second epoch has the order of the first"
     alone = one_process(23, 8, shuffle=True, drop_last=drop_last, seed=5)
     assert whole[0] == list(chain.from_iterable(indices(alone))), "the order depends on the topology"
 
@@ -336,7 +336,9 @@ def test_loader_with_seed_samples_false_skips_seeding() -> None:
     torch.manual_seed(1)
     first = torch.cat(list(one_process(seed_samples=False)))
     torch.manual_seed(1)
-    assert torch.equal(torch.cat(list(one_process(seed_samples=False)))[:, :2], first[:, :2]), "torch's own generator"
+    assert torch.equal(torch.cat(list(one_process(seed_samples=False)))[:, :2], first[:, :2]), (
+        "draws ignore the seed of torch"
+    )
 
 
 def test_loader_loop_after_early_break_starts_next_epoch() -> None:

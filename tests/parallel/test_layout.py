@@ -233,7 +233,7 @@ def shard_is_a_list(spec: P) -> str:
 
 
 @pytest.mark.parametrize("spec", [P("col"), P("col", owned={"row": 0}), P(None, owned={"row": 0, "col": 0})], ids=str)
-def test_unshard_of_a_list_raises_on_every_rank_of_its_groups(world: World, spec: P) -> None:
+def test_unshard_of_a_list_raises_on_every_rank_that_gathers_it(world: World, spec: P) -> None:
     texts = world.run(4, shard_is_a_list, spec)
     assert "the shard is a list; give a tensor" in texts[0]
     assert "no error" not in texts[: 4 if spec.owned else 2]

@@ -78,7 +78,7 @@ def torch_binds(monkeypatch: pytest.MonkeyPatch, rank: int, device: torch.device
     return found[0]
 
 
-@pytest.mark.skipif(not hasattr(distributed_c10d, "_nccl2_device"), reason="an older torch binds no group by itself")
+@pytest.mark.skipif(not hasattr(distributed_c10d, "_nccl2_device"), reason="this torch binds no new group to a device")
 @pytest.mark.parametrize("local_rank", [None, "2"])
 def test_new_group_is_bound_to_the_chosen_device(monkeypatch: pytest.MonkeyPatch, local_rank: str | None) -> None:
     """Rank 6 of 8 ranks placed alternately on two nodes is the fourth on its node."""

@@ -94,12 +94,12 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
         ),
     ],
 )
-def test_incompatible_meshes_raise_a_clear_error(world_size: int, grids: Grids, message: str) -> None:
+def test_incompatible_meshes_raise_error_that_names_the_conflict(world_size: int, grids: Grids, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refined(views(world_size, grids))
 
 
-def test_pipeline_stages_of_different_sizes_raise_a_clear_error() -> None:
+def test_stages_with_different_tensor_sizes_raise_error_that_shows_both() -> None:
     """One stage has two tensor ranks, and the other stage has four."""
     seen = [[Dim(0, "tp", (0, 1))]] * 2 + [[Dim(0, "tp", (2, 3, 4, 5))]] * 4
     with pytest.raises(

@@ -61,7 +61,7 @@ def test_random_state_functions_do_not_import_numpy(monkeypatch: pytest.MonkeyPa
     assert "numpy" not in sys.modules
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the state of CUDA is restored where CUDA is available")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_random_state_is_ignored_on_machine_without_cuda() -> None:
     state = random_state() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
     check_random_state(state)

@@ -303,7 +303,7 @@ def test_function_of_an_interactive_session_is_rejected(tmp_path: Path) -> None:
     assert "total is defined in an interactive session, a notebook or by python -c" in done.stderr
 
 
-def test_script_without_main_guard_gets_a_clear_error(tmp_path: Path) -> None:
+def test_script_without_main_guard_gets_error_that_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":\n    ', ""))
     done = forked_python.run("script.py", cwd=tmp_path)
     assert 'a script that uses ranks needs if __name__ == "__main__":' in done.stderr

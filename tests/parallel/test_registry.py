@@ -221,7 +221,7 @@ def missing_member(inherited: bool) -> str:
     if inherited:
         dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(short)  # type: ignore[union-attr]
     with ProcessGroupRegistry(Topology(data=2, tensor=2), timeout=None if inherited else short) as registry:
-        if registry.global_rank != 0:  # rank 1 takes no part
+        if registry.global_rank != 0:  # rank 1 does not join the all-reduce of rank 0
             return ""
         start = time.monotonic()
         with pytest.raises(RuntimeError) as error:

@@ -79,8 +79,8 @@ def test_optimizer_memory_does_not_grow_with_size_of_frozen_base(
     world: World, how: str, mode: str, declared: bool
 ) -> None:
     if how == "replayable" and mode == "split":
-        pytest.skip("not supported together")
-    per_tensor = 600 if how == "fingerprints" else 100  # numbers per tensor in the collective of a step
+        pytest.skip("Replayable does not support split masters")
+    per_tensor = 600 if how == "fingerprints" else 100  # bytes per tensor for the collective of a step
     for nbytes, states in world.run(4, added_bytes, how, mode, True, declared):
         assert states == 0
         assert nbytes < 20_000 + LAYERS * per_tensor

@@ -99,7 +99,7 @@ def _adamw(model: nn.Module) -> Any:
 def test_tied_parameters_with_different_names_are_offloaded_on_both_stages(world: World) -> None:
     sizes = [{"embedding": 12, "own": 2}, {"head": 12, "own": 20}]
     specs = {"embedding": P(tied={"pipe": (0, -1)}), "head": P(tied={"pipe": (0, -1)}), "own": P()}
-    assert [offloaded([*of_rank.values()], 0.5) for of_rank in sizes] == [[0], [1]]  # without an agreement
+    assert [offloaded([*of_rank.values()], 0.5) for of_rank in sizes] == [[0], [1]]  # chosen by each rank alone
     found = world.run(2, names_offloaded, Topology(pipe=2), sizes, specs, Offloaded(0.5))
     assert found == [["embedding"], ["head", "own"]]
 
@@ -107,7 +107,7 @@ def test_tied_parameters_with_different_names_are_offloaded_on_both_stages(world
 def test_replica_beside_owner_only_parameter_is_offloaded_on_all_ranks(world: World) -> None:
     sizes = [{"weight": 6, "norm": 3}, {"weight": 6, "norm": 3, "bias": 7}]
     specs = {"weight": P("tensor"), "norm": P(), "bias": P(owned={"tensor": 1})}
-    assert [offloaded([*of_rank.values()], 0.6) for of_rank in sizes] == [[0], [1, 2]]  # without an agreement
+    assert [offloaded([*of_rank.values()], 0.6) for of_rank in sizes] == [[0], [1, 2]]  # chosen by each rank alone
     found = world.run(2, names_offloaded, Topology(tensor=2), sizes, specs, Offloaded(0.6))
     assert found == [["norm", "weight"], ["bias", "norm"]]  # the shards of the weight are no replicas
 

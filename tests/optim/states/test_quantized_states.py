@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from world import World
 
 SHAPE = (48, 256)
-SPLIT, SHARDED = Topology(tensor=2), Topology(data=4)  # shards of 6,144 elements in other blocks, and of 3,072
+SPLIT, SHARDED = Topology(tensor=2), Topology(data=4)  # shards of 6,144 and 3,072 elements
 
 
 def optimizer_of(package: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -94,7 +94,7 @@ def test_experts_in_a_ddp_not_passed_as_data_parallel_raise_on_all_ranks(world: 
             assert "don't wrap it: step() averages gradients over the data axes" in text
 
 
-def test_experts_that_a_ddp_not_passed_as_data_parallel_ignores_are_stepped_exactly(world: World) -> None:
+def test_experts_ignored_by_a_ddp_not_passed_as_data_parallel_are_stepped_exactly(world: World) -> None:
     for topology, spec in EXPERTS:
         assert world.run(2, step_without_data_parallel, topology, spec, True, {}) == ["no error"] * 2
 

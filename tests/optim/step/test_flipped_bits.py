@@ -22,7 +22,7 @@ from world import World
 
 SIZES = {name: layout.topology.world_size for name, layout in LAYOUTS.items()}
 STATES: list[What] = ["parameter", "gradient", "exp_avg", "exp_avg_sq", "step"]
-# Shorter than `LAG`, for tests in which more steps add nothing: until the error comes, every step is skipped.
+# A lag shorter than `LAG`, to save time in tests: all steps before the error are skipped anyway.
 SOON = 3
 
 

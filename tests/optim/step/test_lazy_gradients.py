@@ -57,8 +57,6 @@ def made(name: str, options: dict[str, Any], weight: Tensor | None = None) -> tu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*MAKE, *OTHERS])
 def test_gradients_with_lazy_negative_bit_give_same_step_as_resolved_gradients(name: str, mode: str, kind: str) -> None:
-    if name in OTHERS and mode == "half states":
-        pytest.skip("uses other random numbers")
     found = []
     for lazy in (True, False):
         param, optimizer = made(name, MODES[mode])

@@ -33,7 +33,7 @@ def test_gradients_states_and_masters_have_documented_dtypes_in_every_precision(
     model = precision.prepare(Net())
     own = [param.dtype for param in model.parameters()]
     main = [F32 if row.masters else dtype for dtype in own]
-    held = own if precision.split_masters else main  # split masters exist only during the step
+    held = own if precision.split_masters else main  # with split masters, float32 weights exist only during the step
     optimizer = ParallelOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         ProcessGroupRegistry(Topology()),

@@ -63,4 +63,4 @@ def test_torch_kernels_allocate_temporaries_as_large_as_gradients() -> None:
     """Negative control for the memory probe."""
     with using("torch"):
         _, made = memory_of_a_step(32, "fp32", 0.3)
-    assert made > 3 * 32 * 32 * 8  # float64 copies of the small gradients
+    assert made > 3 * 32 * 32 * 8  # float64 copies of the weight gradients

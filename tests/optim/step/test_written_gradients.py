@@ -147,7 +147,7 @@ def test_torch_clipping_of_scaled_gradients_warns() -> None:
     optimizer = ParallelOptimizer(inner, registry, precision="fp16_naive")
     optimizer.backward(model(torch.ones(2, 4).half()).float().sum())
     if model.weight.grad is None:
-        pytest.skip("the mode takes gradients in backward")
+        pytest.skip("this mode moves gradients out of .grad during backward")
     clip(model.parameters())
     with pytest.warns(UserWarning, match="were written to .*: they were multiplied by the loss scale"):
         optimizer.step()

@@ -301,7 +301,7 @@ class Setup:
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
 
     def _check_sum_order(self) -> None:
-        """Raise ValueError if ``sum_order="fixed"`` doesn't support another argument."""
+        """Raise ValueError if another argument is incompatible with ``sum_order="fixed"``."""
         if self.reduction != "packed":
             raise ValueError(
                 f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': leave reduction= out"
@@ -320,7 +320,7 @@ class Setup:
                 )
 
     def check_sum_order_of(self, clip: Clip | None) -> None:
-        """Raise ValueError if ``sum_order="fixed"`` is set and doesn't support a clipping rule; None: no rule."""
+        """Raise ValueError if ``sum_order="fixed"`` is set, and does not support the rule ``clip`` (None: no rule)."""
         if self.sum_order != "fixed":
             return
         check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
@@ -525,7 +525,7 @@ class Setup:
         return info._replace(data_ranks=1, mean_of=info.mean_of * ranks)
 
     def _fixed_order_sum(self, chain: TransformChain, plan: ReductionPlan) -> FixedOrderSum:
-        """Return the sum over micro-batches and data ranks of gradients that are not summed during backward."""
+        """Return the object that sums gradients over micro-batches and data ranks, except gradients summed in backward."""
         others = {id(param) for param in chain.summed_in_backward()}
         trained = [
             param

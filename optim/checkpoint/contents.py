@@ -252,7 +252,7 @@ class HeldTensor:
 
 
 def boxes_of(tensor: SavedTensor) -> HeldTensor:
-    """Return the shape and dtype of the full tensor, and the boxes of this rank's parts, without the elements."""
+    """Return the full tensor's shape and dtype, and offsets and sizes of this rank's parts, without the elements."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
     return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
 
@@ -456,7 +456,7 @@ class PieceStates:
         return ((key, getattr(torch, known[key])) for key in sorted(known.keys() - here))
 
     def of(self, name: str, region: Region) -> PieceState:
-        """Return the state of the shard ``region`` of parameter ``name``; an empty state if none was saved.
+        """Return the state of the shard that holds ``region`` of parameter ``name``; an empty state if none was saved.
 
         The shard may combine saved shards with different states. Then it gets the numbers of the stepped shard with the
         fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
@@ -621,7 +621,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return the master weights by position.
+    """Return the master weights in an optimizer's state, by position of the stepped tensor.
 
     Args:
         weights: The nested dict ``state_dict()["meshstep"]["weights"]`` of the optimizer.

@@ -432,7 +432,7 @@ class _LoadedCheckpoint(NamedTuple):
 
     content: dict[str, Any]
     restoration: Restoration
-    state: dict[str, Any] | None  # for the optimizer's load_state_dict
+    state: dict[str, Any] | None  # for the optimizer's load_state_dict; None: no optimizer is loaded
     # The states of this rank's random number generators. None: the mesh is another one, or no optimizer is loaded.
     random: dict[str, Any] | None
 

@@ -546,8 +546,10 @@ class TorchStates(torch.optim.Optimizer):
         return found
 
     def _saved_layouts(self, found: list[tuple[ParameterStates, Mapping[str, Any]]]) -> dict[str, str]:
-        """Return whether saved states are DTensors, by name of the state. Ranks compare it, because it determines the
-        collectives in `_parts`."""
+        """Return texts that say whether saved states are DTensors, by name of the state.
+
+        Ranks compare these texts, because the collectives in `_parts` depend on them.
+        """
         layouts = {}
         for item, saved in found:
             for key in self._keys[item.entry.name]:

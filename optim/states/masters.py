@@ -161,8 +161,8 @@ class SplitMasters(ParamTransform):
         if self._writes == MANY_WRITES:
             warnings.warn(
                 f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
-                "write drops the bits of the master beyond bfloat16, so small updates are lost: mask in the forward, or "
-                "multiply gradients by the mask, instead of writing weights in every step",
+                "write drops the bits of the master beyond bfloat16, so small updates are lost: don't write weights in "
+                "every step; apply a pruning mask, for example, in the forward or to the gradients",
                 stacklevel=2,
             )
 

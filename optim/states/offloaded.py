@@ -340,7 +340,7 @@ class OffloadTransform(ParamTransform):
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return ``plan``, and record the current places of the offloaded parameters in the param groups."""
+        """Return ``plan``, and record the positions of the offloaded parameters in the param groups."""
         sizes: Counter[int] = Counter()
         for at, entry in zip(positions, plan.entries, strict=True):
             for given in at.path:
@@ -494,7 +494,7 @@ def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStrea
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
-    """Return the indices of the parameters that a rank offloads if no other rank offloads more.
+    """Return the indices of the parameters that a rank offloads, before other ranks add replicas of their choices.
 
     Parameters are visited from the largest to the smallest. A parameter stays on the device if it fits into the rest of
     ``1 - fraction`` of all elements; otherwise it is offloaded.

@@ -114,7 +114,7 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if ``module`` is torch's module of state-dict functions, and they would save wrong states or none.
+    """Raise ValueError if ``module`` is torch's module of state-dict functions, which would save wrong states or none.
 
     The functions of `torch.distributed.checkpoint.state_dict` look up the state of a model parameter by the parameter
     itself. They don't find states of shards or master weights, and save shards of different ranks as if they were
@@ -249,7 +249,7 @@ _ELEMENTWISE = frozenset(
 
 
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if saved states of an elementwise optimizer of torch have other shapes than needed.
+    """Raise ValueError if saved states of an elementwise optimizer of torch have wrong shapes.
 
     Also raise it if a parameter of Adam or AdamW has states, but no ``exp_avg`` or ``exp_avg_sq``, or if a parameter of
     Adagrad has states, but no ``sum``.
@@ -329,7 +329,7 @@ class Saved:
         return {**self.optimizer.state_dict(), "meshstep": own}
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
+        """Load a result of `state_dict`, and return its entry ``"meshstep"``, which has the counts of skipped steps.
 
         If the precision mode has no masters and no loss scale, and without `Sharded`, the state of a plain torch
         optimizer is accepted as well. The result is then empty.

@@ -496,8 +496,8 @@ class Sharded(StatePlacement):
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
         if self.gradients and role == "data" and not context.averages_data and context.tree is None:
             raise ValueError(
-                "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
-                "and average_data out, or leave gradients=True out"
+                "Sharded(gradients=True) requires that the optimizer itself averages gradients over the data axes: leave "
+                "data_parallel and average_data out, or leave gradients=True out"
             )
         if context.overlap:
             raise ValueError(
@@ -765,7 +765,7 @@ class Shards(ParamTransform):
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, then `write_back`, also if ``update`` raised an error that is not an error of a collective.
+        """Call ``update``, then `write_back`, even if ``update`` raised an error (except an error of a collective).
 
         The other ranks wait for this rank in the all-gathers of `write_back`.
         """
@@ -827,7 +827,7 @@ class Shards(ParamTransform):
 def _check_cleared(window: Window) -> None:
     if window.has_stale_grads:
         raise RuntimeError(
-            "the reduced gradients of the previous window have not been cleared, and new gradients can't be added to them: "
-            "call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches follow); "
+            "the reduced gradients of the previous accumulation window have not been cleared, and new gradients can't be "
+            "added to them: call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches follow); "
             "zero_grad() of the model does not clear them"
         )

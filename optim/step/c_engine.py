@@ -140,7 +140,7 @@ class PointerTable:
         self._flat, self._lengths = array("Q", chain.from_iterable(fixed)), array("q", self.numels)
         self._rests = None if rests is None else array("Q", rests)
         self._all_contiguous = all(self.contiguous)
-        # The half-precision copies of the last call of `_writable`, their signature, and its result.
+        # The half-precision copies in the last call of `_writable`, their signature, and the result of that call.
         self._found, self._halves, self._writable_halves = list[Tensor | None](), Signature([]), list[Tensor | None]()
 
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
@@ -272,7 +272,7 @@ class ParamRows:
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
     def calls(self, copies: LowPrecisionOut | None) -> list[KernelCall] | None:
-        """Return the kernel calls that step all rows, with half-precision ``copies`` to write (None: none).
+        """Return the kernel calls that step all rows, with half-precision ``copies`` to write (None: no copies).
 
         Return None if a gradient is missing or unsupported, or if gradients have different dtypes.
         """
@@ -537,11 +537,11 @@ def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
-    """Create missing states of ``param`` and give all states its strides. Return True if the kernels support the states."""
+    """Create missing states, and give all states the strides of ``param``. Return True if kernels support the states."""
     if not first:
         return True
     state = states[param]
-    if "step" in first and "step" not in state:  # made first, because it is the first entry of torch's states
+    if "step" in first and "step" not in state:  # created first, as torch's optimizers do
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name, value in first.items():
         if state.get(name) is None:

@@ -64,8 +64,8 @@ def check_gradient_reduction(
         }
         for argument in (name for name, is_given in given.items() if is_given):
             raise ValueError(
-                f"{argument} with sum_order='fixed', which sums all gradients at the end of the window: leave out one "
-                "of the two arguments"
+                f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients at the "
+                "end of the window: leave out one of the two arguments"
             )
         if accumulation_steps is None:
             raise ValueError(
@@ -430,7 +430,7 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 def find_misplaced_ddp(
     params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
-    """Find a sharded parameter in a `DistributedDataParallel` (DDP) whose ranks hold different shards of it.
+    """Find a `DistributedDataParallel` (DDP) module over ranks that hold different shards of one of its parameters.
 
     Such a DDP overwrites the shards with those of its first rank, and averages the gradients of different shards. The
     function searches all modules of the process, because a parameter has no reference to its DDP module. Parameters

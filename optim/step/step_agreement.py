@@ -178,7 +178,7 @@ def _rule_text(rule: Clip | None, reads_devices: bool = True) -> str:
 
 # Step agreement -------------------------------------------------------------------------------------------------------
 
-NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # compared by the plan and by `UsedClip` instead
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the reduction plan and `UsedClip` compare these
 MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
 GRADIENT = "the gradient of "
@@ -372,8 +372,8 @@ def _number_of(value: object, salt: int) -> int:
 
     Equal settings with the same ``salt`` have equal hashes in every process.
     """
-    if isinstance(value, int | float):  # in Python hash(-1) == hash(-2), and hashes of NaN differ
-        return hash((salt, value, -value)) & MASK if value == value else salt
+    if isinstance(value, int | float):  # with -value, because hash(-1) == hash(-2) in Python
+        return hash((salt, value, -value)) & MASK if value == value else salt  # NaN objects have different hashes
     if isinstance(value, Tensor):
         return _number_of(value.tolist(), salt) if value.is_cpu else 0
     if isinstance(value, list | tuple):

@@ -272,7 +272,9 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        counts = found_inf.is_cuda and not asks_other_ranks(optimizer)  # full-tensor optimizers count by themselves
+        counts = found_inf.is_cuda and not asks_other_ranks(
+            optimizer
+        )  # full-tensor optimizers count their steps themselves
         with capturable(optimizer), FusedStepCountMode(optimizer, found_inf) if counts else nullcontext():
             step_within(optimizer)
     finally:

@@ -352,8 +352,8 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# Parameters with equal compile-time arguments (`triton.Variant`) share kernel launches, also from param groups with
-# different learning rates and other numbers. The host does not read the factor, the skip flag, the step counts, or
+# Parameters with equal compile-time arguments (`triton.Variant`) share kernel launches, even if their param groups
+# have different learning rates or other numbers. The host does not read the factor, the skip flag, the step counts, or
 # learning rates that are tensors on the GPU.
 
 

@@ -159,7 +159,7 @@ def window_fields(
     place = place_of(registry)
     found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
     more, sizes = list(map(float, found.values())), {"window_weight": place.stages, **dict.fromkeys(found, 1)}
-    if not isinstance(weight, Tensor) and not is_captured():  # a CUDA graph would repeat the copy from the host
+    if not isinstance(weight, Tensor) and not is_captured():  # each replay of a graph would repeat the copy
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
         values = [*own, *more]
@@ -471,7 +471,7 @@ class Window:
                 nothing is added.
         """
         alone, vote = registry.topology.world_size == 1, None
-        if self.scaled and not (alone and self.scaled_losses):  # a single rank with a scaled loss needs no vote
+        if self.scaled and not (alone and self.scaled_losses):  # else the field is not needed
             vote = _SCALED if self.scaled_losses else -1.0 if self.unscaled_grads else 0.0
         done = self.decision is not None  # an explicit clip has already divided the gradients
         pack, place = self._fields_of(self.weight, vote, registry, device, facts)
@@ -703,8 +703,8 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# The vote of a rank that has scaled a loss. It exceeds the number of ranks, and a rank with only unscaled gradients votes
-# -1. So the sum of the votes is > 0 if any rank has scaled a loss.
+# The value of the field "bypassed" on a rank that has scaled a loss. A rank with only unscaled gradients adds -1. So the
+# sum over fewer than 2^30 ranks is > 0 if any rank has scaled a loss.
 _SCALED = 2.0**30
 
 

@@ -366,4 +366,4 @@ def remove_guard(copied: torch.optim.Optimizer) -> None:
     """Remove the guard from a shallow copy of a wrapped optimizer. The original keeps its guard."""
     remove_forwarding(copied)
     kept = OrderedDict((key, hook) for key, hook in _step_pre_hooks(copied).items() if type(hook) is not CallGuard)
-    copied._optimizer_step_pre_hooks = kept  # a new dict, because the copy shares the original's
+    copied._optimizer_step_pre_hooks = kept  # a new dict, because the copy has the dict of the original

@@ -26,7 +26,7 @@ from scenarios import SCENARIOS, batch, build, dense_loss, full_tensors
 from torch import Tensor, nn
 from world import World
 
-STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # one step overflows; later another optimizer loads a checkpoint
+STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # step BROKEN overflows; at SAVED, a new optimizer loads
 SCENARIO = SCENARIOS["data x tensor"]
 PLACEMENTS: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),

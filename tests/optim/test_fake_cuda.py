@@ -193,8 +193,8 @@ CAPTURED = [
 
 @cache
 def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
-    """Run three steps of one of four ranks, and a captured one if supported. Cached, because several tests use the
-    run."""
+    """Run three steps of one of four ranks, and a captured step if supported. The run is cached, because several tests
+    use it."""
     options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED
     return steps(Topology(data=2, tensor=2), mode, options, graph=graph)
 

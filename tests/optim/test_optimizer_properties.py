@@ -53,7 +53,7 @@ def test_add_param_group_creates_new_model_plan() -> None:
     assert len(optimizer.model_plan.entries) == 8
 
 
-def test_micro_batches_property_counts_since_last_step() -> None:
+def test_micro_batches_property_counts_micro_batches_of_current_window() -> None:
     model = model_of()
     optimizer = optimizer_of(model, accumulation_steps=2)
     assert optimizer.accumulation_steps == 2

@@ -44,7 +44,7 @@ from meshstep.parallel.mesh.deprecation import _FormerMember
 from meshstep.testing import Proof
 from torch import nn
 
-# By package: new name by former name.
+# Per package: {former name: new name}.
 OBJECTS: dict[str, dict[str, str]] = {
     "optim": {
         "Binding": "PlacementContext",
@@ -62,7 +62,7 @@ OBJECTS: dict[str, dict[str, str]] = {
     },
     "testing": {"Inferred": "InferredLayout"},
 }
-# By class: new name by former name.
+# Per class: {former name: new name}.
 MEMBERS: dict[type, dict[str, str]] = {
     AdaGC: {"times": "factor"},
     Clip: {"shown": "reported_coef"},
@@ -105,7 +105,7 @@ MEMBERS: dict[type, dict[str, str]] = {
     TransformChain: {"links": "transforms", "publish": "write_back"},
 }
 
-# By name of the callable: the callable, its positional arguments, and {former argument name: (new name, a value)}.
+# Per callable, by name: the callable, its positional arguments, and {former argument name: (new name, a value)}.
 ARGUMENTS: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, tuple[str, Any]]]] = {
     "AdaGC": (AdaGC, (), {"times": ("factor", 1.5)}),
     "Fp8": (Fp8, (), {"leave_out": ("exclude", ("head",)), "across_data": ("sync_over_data", True)}),

@@ -65,7 +65,7 @@ def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) 
             torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_initial_lora_factors_are_equal_in_every_layout(world: World) -> None:
+def test_initial_lora_factors_are_equal_in_different_layouts(world: World) -> None:
     starts = []
     for layout in ("tensor", "grid", "gathered outputs", "wide grid"):
         starts += [first for first, _, _ in world.run(ranks_of(layout), trained, layout, DEFAULT, 0, 0, True)]

@@ -38,7 +38,7 @@ def sgd_of(model: nn.Module, registry: ProcessGroupRegistry) -> ParallelOptimize
 
 
 class Buffers(nn.Module):
-    """``stats`` differs per rank, ``table`` is replicated, ``scratch`` is not persistent."""
+    """A module with buffers: ``stats`` differs per rank, ``table`` is replicated, ``scratch`` is not persistent."""
 
     def __init__(self, own: float) -> None:
         super().__init__()

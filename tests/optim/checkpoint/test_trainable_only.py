@@ -40,7 +40,7 @@ def loss_of(params: Any, factor: float) -> Tensor:
 
 
 class Run:
-    """A model of which "base" is frozen and undeclared, and its optimizer; "late" is frozen after the first step."""
+    """A model whose "base" is frozen and undeclared, and its optimizer. `freeze_late` later freezes "late", too."""
 
     def __init__(self, layout: Layout, mode: str, frozen: tuple[str, ...] = ("base",)) -> None:
         axes, states = layout
@@ -75,7 +75,7 @@ class Run:
 
 
 def dense(steps: int, late: int) -> dict[str, Tensor]:
-    """Return the weights after ``steps`` of one torch optimizer, with "late" trained in the first ``late`` of them."""
+    """Return the weights after ``steps`` of one torch optimizer, with "late" trained in the first ``late`` steps."""
     params = {name: nn.Parameter(weight, requires_grad=name != "base") for name, weight in full_weights().items()}
     adamw = torch.optim.AdamW(params.values(), lr=0.05, weight_decay=0.25)
     for step in range(steps):

@@ -131,7 +131,7 @@ CONFIGS = {
 
 @dataclass
 class Told:
-    """This rank's shards, bits of the reported numbers, norms and clip coefficients after some steps with a rule."""
+    """Results of some steps with a rule: this rank's shards, bits of the reported numbers, norms and clip coefficients."""
 
     parts: list[Part]
     bits: list[bytes]

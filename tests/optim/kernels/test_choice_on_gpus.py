@@ -142,7 +142,7 @@ def test_eager_step_reserves_pinned_memory_for_pointer_tables_of_four_captured_s
             made = first.numel() + cut.numels.numel() + cut.chunks.numel() + cut.first.numel()
             assert tables._for_graphs is not None
             assert len(tables._for_graphs) == 4 * made
-            tables._for_graphs = tables._for_graphs[: made - 1]  # as if captures had left too little for a step
+            tables._for_graphs = tables._for_graphs[: made - 1]  # as if captures had used the rest
     assert made == 5 + 2 + 2 * 97 + 3
 
 

@@ -29,7 +29,7 @@ def _compiled_loops() -> Iterator[None]:
 
 
 def moved(tensor: Tensor, offset: int) -> Tensor:
-    """Return a copy of a 1-dim tensor whose address is ``offset`` elements behind an aligned address."""
+    """Return a copy of a 1-dim tensor whose address is ``offset`` elements after an aligned address."""
     return torch.cat([tensor.new_zeros(offset), tensor])[offset:]
 
 

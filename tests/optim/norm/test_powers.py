@@ -37,7 +37,7 @@ def test_dense_tensor_in_any_memory_order_is_flattened_without_copy(dims: tuple[
     assert torch.equal(flat, torch.arange(24.0))
 
 
-def test_strided_tensor_is_flattened_by_copy() -> None:
+def test_strided_tensor_is_flattened_in_row_major_order() -> None:
     assert torch.equal(flattened(torch.arange(12.0).view(3, 4)[:, ::2]), torch.tensor([0.0, 2, 4, 6, 8, 10]))
 
 

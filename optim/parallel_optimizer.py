@@ -931,8 +931,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _check_refresh(self) -> None:
         if self.micro_batches:
             raise RuntimeError(
-                f"refresh() was called after {self.micro_batches} micro-batches since the last step, whose gradients belong "
-                "to the former parameters: call it between step() and the next backward"
+                f"refresh() was called after {self.micro_batches} micro-batches since the last step, whose gradients "
+                "belong to the former parameters: call it between step() and the next backward"
             )
         self._check_unfrozen()
 

@@ -828,6 +828,6 @@ def _check_cleared(window: Window) -> None:
     if window.has_stale_grads:
         raise RuntimeError(
             "the reduced gradients of the previous accumulation window have not been cleared, and new gradients can't be "
-            "added to them: call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches follow); "
-            "zero_grad() of the model does not clear them"
+            "added to them: call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches "
+            "follow); zero_grad() of the model does not clear them"
         )

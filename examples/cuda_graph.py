@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-WARM_UP = 3  # the first steps create states, connect groups and check gradients, which can't be captured
+WARM_UP = 3  # the first steps create states, connect process groups and check gradients, which can't be captured
 
 
 class GraphedStep:

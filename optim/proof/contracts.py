@@ -496,8 +496,8 @@ def _entries(
     fitting = list(cuts_that_fit(known, cutting, topology))
     is_certain = len(fitting) == 1
     if not is_certain and known.full is None and dims == 2 and len(cutting) == 1:
-        # In nn.Linear, dim 0 is the output features. It is sharded exactly if the bias, of as many elements, is
-        # sharded.
+        # In nn.Linear, dim 0 of the weight is the output features. It is sharded exactly if the bias, which has one
+        # element per output feature, is sharded.
         biases = [cut for length, cut in beside.values() if length == shape[:1]]
         if biases:
             fitting, is_certain = [{cutting[0]: 0 if biases[0] else 1}], True
@@ -544,7 +544,7 @@ def candidates(
     choices = []
     for axis in larger_axes(topology):
         # A deviation from the first option is less likely along a data axis, because the optimizer averages over data
-        # axes by itself. This matters for axes of equal size, whose contracts the values may not tell apart.
+        # axes by itself. This matters for axes of equal size, because the values may then fit several contracts.
         is_data = axis in topology.data_axes
         options = enumerate(_along(known, axis, topology, axis in split))
         choices.append([(axis, along, is_data and at > 0) for at, along in options])

@@ -307,8 +307,8 @@ def _raised(value: object) -> object:
 
 
 # Largest number of parameters that are moved at once. The tolerance of a group is relative to the sum of the
-# parameters' effects. So in a group of 64, an error of one parameter is found if it is larger than 64 times its own
-# tolerance.
+# parameters' effects. So in a group of 64, an error of one parameter is found if it is larger than 64 times the tolerance
+# for this parameter alone.
 TOGETHER = 64
 ALIKE = 1.5  # largest ratio of the effects of parameters in a group, in powers of ten
 _STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)  # step sizes, divided by the first step size

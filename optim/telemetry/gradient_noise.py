@@ -140,8 +140,8 @@ class RunningScale:
 
 # Local sums -----------------------------------------------------------------------------------------------------------
 
-# Per tensor of this rank: the sum of squares, the number of zeros, and the number of elements that are too small for
-# float16.
+# These functions compute, per tensor of this rank, the sum of squares, the number of zeros, and the number of elements
+# that are too small for float16.
 
 SMALLEST_NORMAL = 2.0**-14
 """Smallest normal number of float16. Smaller numbers lose precision in float16, or become 0."""

@@ -44,7 +44,7 @@ class RecordedStep:
 
     Args:
         line: The step's line in the file.
-        run: The description of the run: the last such line before the step's line.
+        run: The description of the run: the last line with such a description before the step's line.
         following: The line of the next recorded step. None (default): there is none.
     """
 

@@ -10,7 +10,8 @@ from .recording import Figures, RecordedStep
 
 TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.2}
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8": 2.0**-2}
-FLOOR = 0.01  # a gradient's distance is relative to its norm, but at least to this fraction of the global norm
+# A gradient's distance is relative to the gradient's norm, or to this fraction of the global norm if that is larger.
+FLOOR = 0.01
 
 
 @dataclass(frozen=True)

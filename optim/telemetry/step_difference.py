@@ -269,7 +269,7 @@ def _replicas(pair: StepPair, report: _Report) -> Difference | None:
         own = [name for name in own if not other.differing_axes(name, "gradient")]
         if not own:
             continue
-        # A parameter of which the mean of the replicas is a multiple of the right gradient shows the cause best.
+        # A parameter shows the cause best if the mean of its replicas' gradients is a multiple of the other run's gradient.
         name = next((name for name in own if pair.multiple(name, GRADIENT) is not None), own[0])
         ratio, axes = pair.multiple(name, GRADIENT), run.differing_axes(name, "gradient")
         axis, size = " x ".join(axes), prod(map(run.size, axes))

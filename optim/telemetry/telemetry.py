@@ -581,7 +581,7 @@ class Telemetry(StepObserver):
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
         self._averaged = 1  # number of data ranks over which reduced gradients are averaged
-        self._count = 1  # remaining divisor of reduced gradients if no micro-batch has a weight
+        self._count = 1  # number by which reduced gradients must still be divided if no micro-batch has a weight
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 

@@ -121,7 +121,7 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
     """
     total: Tensor | None = None
     for number, tensor in enumerate(tensors):
-        flat = tensor.detach().reshape(len(tensor), prod(tensor.shape[1:]))  # -1 would be ambiguous without rows
+        flat = tensor.detach().reshape(len(tensor), prod(tensor.shape[1:]))  # reshape with -1 raises without rows
         if flat.dtype == torch.bool:
             flat = flat.to(torch.uint8)
         if flat.is_floating_point():

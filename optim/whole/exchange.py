@@ -166,7 +166,7 @@ class Round:
         self.own = [matrices[index] for index in self._own]
         # matrices of equal shapes are next to each other in memory, so that they can be computed together
         self._stacks = list(grouped(self._own, lambda index: matrices[index].shape).values())
-        # {(other rank, owner rank): number of elements}: sent to the owner rank, and sent back from it
+        # {(other rank, owner rank): number of elements}: sent to the owner rank, and sent back from the owner rank
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
         self._sent = self._places(lambda m: m.sources, lists)

@@ -246,7 +246,7 @@ class LARS(WholeOptimizer):
         """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
         adapted = [slot for slot in slots if _is_adapted(slot)]
         params = {slot.position: slot.param for slot in adapted}
-        # the norm of a scaled gradient is divided by the scale, so that no unscaled gradients are kept
+        # The norm is divided by the scale later, instead of the gradient, so that no unscaled gradient must be stored.
         w_norms, g_norms = self.tensors.norms_of(
             params, {slot.position: slot.scaled_grad.contiguous() for slot in adapted}
         )

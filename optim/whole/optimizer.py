@@ -176,7 +176,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
 
     def finish_step(self, slots: Sequence[Slot]) -> None:
-        """Do nothing. `step` calls this method after it has written all updates and step counts."""
+        """Do nothing; a subclass may override it. `step` calls it after it has written all updates and step counts."""
 
     def is_whole_state(self, key: str) -> bool:
         """Return True if the state named ``key`` belongs to a full tensor, not to a shard."""
@@ -276,7 +276,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        if kept is not None:  # present in a copy or a pickle, absent in a call from load_state_dict
+        if kept is not None:  # None if load_state_dict calls this method, not copy or pickle
             vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags={}, _is_stepping=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -418,7 +418,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             if batching.batches_on(device):
                 found_inf: Tensor | None = getattr(self, "found_inf", None)
                 taken = torch.ones((), device=device) if found_inf is None else 1 - found_inf.to(device)
-                # `torch._foreach_add_` would read the tensor on the host
+                # `torch._foreach_add_` would read ``taken`` on the host
                 torch.ops.aten._foreach_add_.Tensor([slot.state["step"] for slot in of_kind], taken.to(dtype))
             else:
                 for slot in of_kind:

@@ -51,8 +51,8 @@ from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
 
-# Statistics of the sides of a matrix (its rows and its columns), and the eigenbases and inverse roots of the
-# statistics.
+# These functions compute statistics of the sides of a matrix (its rows and its columns), and the eigenbases and inverse
+# roots of these statistics.
 
 Sides = Sequence[Tensor | None]
 """One entry per dim of a tensor: a square matrix of the dim's size, or None for a dim without preconditioner."""
@@ -634,7 +634,7 @@ class SOAP(PreconditionedOptimizer):
                 rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k) * (1 - lr * decay)
                 if is_matrix:
                     self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
-                else:  # `rate` contains the bias correction, so the late step counts make AdamW apply none
+                else:  # `rate` contains the bias correction; with `late_steps`, AdamW makes none
                     counts = late_steps(alike)
                     fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
             yield from (Update(slot, slot.param, {}) for slot in alike)
@@ -671,7 +671,7 @@ class SOAP(PreconditionedOptimizer):
         group = own[0][1].group
         (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
         if not taken:
-            # one after the other, because arbitrary vectors of the first bases depend on the last bits of the products
+            # One matrix after the other, because the first bases may have arbitrary vectors, which depend on rounding.
             return torch.stack(
                 [self.direction(matrix, one, slot, 0) for one, (matrix, slot) in zip(g, own, strict=True)]
             )

@@ -457,7 +457,7 @@ class WholeTensors:
             if isinstance(of_list, dict):
                 found = self.local_powers(rest, [of_list[position] for position in rest])
                 powers.append(dict(zip(rest, found, strict=True)))
-            else:  # computed one after the other, so that few are in memory
+            else:  # tensors are computed one after the other, so that few of them are in memory together
                 powers.append({position: self._power(position, of_list[position]) for position in rest})
         of_rest = self._norms_of_powers(powers)
         return [norms | of_list for norms, of_list in zip(together, of_rest, strict=True)]
@@ -494,7 +494,7 @@ class WholeTensors:
         return [dict(zip(of_list, own, strict=True)) for of_list, own in zip(found, roots, strict=True)]
 
     def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return by position the norms that need no collective, of tensors on a GPU, computed with few kernels.
+        """Compute norms that need no collective with few kernels, for tensors on a GPU, and return them by position.
 
         Return {} if ``values`` computes its tensors lazily, because all of them would be in memory together.
         """
@@ -561,7 +561,7 @@ class WholeTensors:
         return results
 
     def local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return this rank's part of one of the sums that `sums` returns, in the same shape, for one `Request`."""
+        """Return this rank's part of the sum of one `Request`, in the shape of the sum that `sums` returns."""
         shape, canonical_boxes = self.tensors[position].shape, self._canonical_boxes[position]
         whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
         if canonical_boxes is None:
@@ -579,8 +579,8 @@ class WholeTensors:
     def _layouts(self) -> list[int]:
         """Return a number per position, which is equal for stepped tensors with equal layouts.
 
-        Layouts are equal if the full tensors have the same shape, dtype and ranks, and this rank's shards the same region
-        and shape. If each of these ranks holds the full tensor, regions and shapes of shards are not compared.
+        Layouts are equal if the full tensors have the same shape, dtype and ranks, and this rank's shards have the same
+        region and shape. If each of these ranks holds the full tensor, regions and shapes of shards are not compared.
         """
         numbers: dict[Any, int] = {}
         found = []

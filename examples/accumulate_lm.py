@@ -86,7 +86,7 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide those of the model, or a checkpoint
+        ValueError: There are no layers for the topology, its sizes do not divide the model's sizes, or a checkpoint
             does not fit.
     """
 

@@ -89,7 +89,7 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide those of the model, there are no
+        ValueError: There are no layers for the topology, its sizes do not divide the model's sizes, there are no
             images, or a checkpoint does not fit.
     """
 
@@ -206,7 +206,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     check_training(options)
     if options.image_size < 1 or options.image_size % PATCH:
-        raise ValueError(f"--image-size {options.image_size} must be a multiple of {PATCH}")
+        raise ValueError(f"--image-size {options.image_size} must be a positive multiple of {PATCH}")
     return options
 
 

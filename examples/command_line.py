@@ -57,7 +57,7 @@ SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Parser of a script's command line. It has the flag ``--topology``; the script adds others.
+    """Parser of a script's command line. It has the flag ``--topology``; the script adds its own flags.
 
     Args:
         doc: First text of ``--help``.
@@ -161,7 +161,7 @@ def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | No
     batch_axes = topology.data_axes if batch_axes is None else batch_axes
     if options.zero and not topology.data_axes:
         raise ValueError(
-            f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to --topology"
+            f"--zero shards over the data axes, and {topology!r} has none; add data=1 or more to --topology"
         )
     rows = [axis for axis in topology.axes if axis in SPLIT_THE_BATCH]
     parts = options.accumulate * topology.size(*batch_axes, *rows)

@@ -24,7 +24,7 @@ class GraphedStep:
 
     def __init__(self, step: Callable[..., Sequence[Tensor]]) -> None:
         if not torch.cuda.is_available():
-            raise ValueError("--cuda-graph needs a GPU, and this process has none: leave it out")
+            raise ValueError("--cuda-graph needs a GPU, and this process has none: leave out --cuda-graph")
         self._step, self._count = step, 0
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: Sequence[Tensor] = ()

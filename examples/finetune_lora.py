@@ -6,9 +6,9 @@
     torchrun --standalone --nproc-per-node 4 examples/finetune_lora.py --base base --topology data=2,tensor=2 --fsdp
     python examples/finetune_lora.py --base base --full
 
-The first command trains the model on Python's documentation. The others load it from that checkpoint onto their layout,
-freeze it, and train adapters on source code of Python's standard library. The losses are the same on every layout. `--full`
-trains all weights instead, for a comparison of losses and memory. `--adapter DIR` writes the adapter in the files of PEFT.
+The first command trains the model on Python's documentation. The other commands load it in their own layout, freeze it,
+and train adapters on source code of Python's standard library. The losses are the same on every layout. `--full` trains all
+weights instead, for a comparison of losses and memory. `--adapter DIR` writes the adapter in the files of PEFT.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There is no checkpoint of the base model, or the sizes of the topology do not divide those of
-            the model.
+        ValueError: There is no checkpoint of the base model, or the sizes of the topology do not divide the
+            model's sizes.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -178,7 +178,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         raise ValueError(f"--topology has axes {', '.join(sizes)}; give data, tensor, or both")
     options.topology = Topology(roles=None, aliases={}, **{"data": 1, "tensor": 1, **sizes})
     if options.batch_size % options.topology.size("data"):
-        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of the size of the axis data")
+        size = options.topology.size("data")
+        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {size}, the size of the axis data")
     if options.full and (options.adapter is not None or options.dora):
         raise ValueError("--full trains no adapter: leave out --adapter and --dora")
     return options

@@ -67,7 +67,7 @@ def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -
     """
     if options and name != "adamw":
         raise ValueError(
-            f"--precision needs the option {', '.join(options)} of AdamW, which --optimizer {name} does not get: give "
+            f"--optimizer {name} does not support this --precision, which needs AdamW's option {', '.join(options)}: give "
             "--optimizer adamw, or another --precision"
         )
     return OPTIMIZERS[name](params, lr, **options)

@@ -92,7 +92,7 @@ class Part(nn.Module):
         self.own, self.stages, self.registry = own, stages, registry
         if options.depth % stages:
             raise ValueError(
-                f"--depth {options.depth} is not a multiple of the {stages} stages; give a multiple of {stages}"
+                f"--depth {options.depth} is not divisible by the number of stages, {stages}; give a multiple of {stages}"
             )
         width, is_first, is_last = options.width, 0 in own, stages - 1 in own
         torch.manual_seed(options.seed)
@@ -178,7 +178,7 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide those of the model, or a checkpoint
+        ValueError: There are no layers for the topology, its sizes do not divide the model's sizes, or a checkpoint
             does not fit.
     """
 
@@ -328,7 +328,9 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
             "--precision"
         )
     if TEST_PARAGRAPHS % options.batch_size:
-        raise ValueError(f"--batch-size {options.batch_size} must divide the {TEST_PARAGRAPHS} paragraphs of the test")
+        raise ValueError(
+            f"--batch-size {options.batch_size} must divide {TEST_PARAGRAPHS}, the number of test paragraphs"
+        )
     strange = [axis for axis in options.topology.axes if axis not in (*topology.data_axes, "pipe", "tensor")]
     if strange:
         raise ValueError(

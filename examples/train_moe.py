@@ -97,7 +97,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data, and others that --experts names: shard the batch; tensor: 1-D layers",
+        "data, and the other axes of --experts: shard the batch; tensor: 1-D layers",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
     add_model_size(parser, width=64)

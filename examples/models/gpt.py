@@ -74,8 +74,8 @@ class GPT(nn.Module):
     """Transformer from bytes [batch, token] to logits of the next byte [batch, local token, local vocabulary].
 
     Raises:
-        ValueError: The topology has an axis other than data, cp and tensor, or its sizes do not divide those of the
-            model.
+        ValueError: The topology has an axis other than data, cp and tensor, or its sizes do not divide the model's
+            sizes.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, heads: int, depth: int) -> None:

@@ -2,7 +2,7 @@
 
     x [sample, token, feature]
       -> router       a score of every expert; each token chooses the k best
-      -> capacity     an expert takes a limited number of tokens per sample, first choices first; others are dropped
+      -> capacity     an expert takes a limited number of tokens per sample, first choices first; other choices are dropped
       -> all-to-all   each choice to the rank that holds its expert
       -> experts      two linear layers each
       -> all-to-all   back, times the score, summed over a token's choices

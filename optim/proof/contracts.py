@@ -197,9 +197,9 @@ class KnownParameter:
     Args:
         name: Name of the parameter.
         stage: (pipeline axis, coordinate) pairs, if several stages use the name for different parameters; else empty.
-        seen: {rank: description of the parameter there}, for each rank that holds the parameter.
+        seen: {rank: description of the parameter on this rank}, for each rank that holds the parameter.
         full: Shape of the full tensor. None (default): not known.
-        names: {rank: name there} of ranks on which a tied parameter has another name. Default: none.
+        names: {rank: name on this rank}, for the ranks on which a tied parameter has another name. Default: empty.
     """
 
     name: str
@@ -385,8 +385,8 @@ def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -
     """Return one `KnownParameter` per logical parameter, from the descriptions of all ranks.
 
     Parameters with equal names on several pipeline stages are different, unless their spec ties them over the pipeline
-    axis. Tied parameters may have different names (`tied_names`). The parameters of rank 0 come first, then the further
-    ones of rank 1, and so on.
+    axis. Tied parameters may have different names (`tied_names`). The parameters of rank 0 come first, then the
+    parameters of rank 1 that rank 0 does not have, and so on.
     """
     common = tied_names([{name: seen.spec for name, seen in names.items()} for names in by_rank], topology)
     found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
@@ -522,7 +522,7 @@ def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topol
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 
-# The gradient contracts that a parameter may have. They follow from the ranks that hold it, and from its values there.
+# The gradient contracts that a parameter may have. They follow from its values, and from the ranks that hold it.
 
 
 def candidates(

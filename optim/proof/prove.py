@@ -69,7 +69,7 @@ class Finding:
             parameters.
         module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last
             module with parameters in which the difference may begin; empty if there is none.
-        declared: The declared spec. None if the parameter has none, in `infer`, and for "the forward".
+        declared: The declared spec. None if no spec is declared, in `infer`, and for "the forward".
         inferred: The spec with which the gradient would be right. None if no such spec was found, or if a mistake in
             the model is more likely than a wrong spec.
         cause: The kind of mistake.

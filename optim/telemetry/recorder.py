@@ -290,8 +290,7 @@ class Recorder(StepObserver):
     def update(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update(request)``. In a recorded step, also digest the weights before the call, and their change.
 
-        Collectives: in a recorded step, one all-reduce over the world; none with one rank. In addition those of
-            ``update``.
+        Collectives: those of ``update``, and in a recorded step one all-reduce over the world if there are several ranks.
         """
         self.step += 1
         if not self._due:

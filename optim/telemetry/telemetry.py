@@ -657,8 +657,8 @@ class Telemetry(StepObserver):
     def update(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update(request)``. In a measured step, also measure the weights before and after it, and set `last`.
 
-        Collectives: in a measured step, one all-reduce over the world, and with ``spectral=`` two more per iteration;
-            none with one rank. In addition those of ``update``.
+        Collectives: those of ``update``. If there are several ranks, in a measured step also one all-reduce over the
+            world, and with ``spectral=`` two more per iteration.
         """
         self.step += 1
         if not self._due:

@@ -46,7 +46,7 @@ class LAMB(WholeOptimizer):
     Collectives: per step, one all-reduce over the world if any tensor is sharded.
     Host synchronization: none if parameters and process groups are on one device.
     Memory: on a GPU, in a step, the update directions of sharded tensors, and about 128 MB or one tensor of the size of the
-        largest parameter. Gradients that are clipped or scaled are changed in place there, as by torch's fused
+        largest parameter. There, gradients that are clipped or scaled are changed in place, as by torch's fused
         optimizers.
     """
 
@@ -206,7 +206,7 @@ class LARS(WholeOptimizer):
         if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0 or not trust_coeff > 0 or not eps >= 0:
             raise ValueError(
                 f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: "
-                "trust_coeff must be > 0, and the others >= 0"
+                "trust_coeff must be > 0, and lr, momentum, weight_decay and eps >= 0"
             )
         if nesterov and momentum == 0:
             raise ValueError(f"nesterov=True with momentum={momentum}: give momentum > 0, or nesterov=False")

@@ -94,9 +94,9 @@ def out_of(x: Tensor, bases: Sides) -> Tensor:
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues (ascending) and eigenvectors of a symmetric matrix; those of the identity if it is non-finite.
+    """Return eigenvalues (ascending) and eigenvectors of a symmetric matrix.
 
-    torch's solver would raise for a non-finite matrix, which a step with non-finite gradients gives.
+    A non-finite matrix, which non-finite gradients give, is replaced by the identity, because torch's solver would raise.
     """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)

@@ -18,7 +18,10 @@ def test_cuda_graph_flag_without_gpu_prints_one_error_line() -> None:
     with mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
         done = start_example("train_digits", "--cuda-graph", *FLAGS)
     assert done.returncode == 2
-    assert done.stderr == "train_digits.py: error: --cuda-graph needs a GPU, and this process has none: leave it out\n"
+    assert (
+        done.stderr
+        == "train_digits.py: error: --cuda-graph needs a GPU, and this process has none: leave out --cuda-graph\n"
+    )
 
 
 def curve(flags: list[str]) -> torch.Tensor:

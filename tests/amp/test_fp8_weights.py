@@ -34,7 +34,7 @@ class Counts:
         return quantize(x, *args)
 
     def of(self, *shapes: tuple[int, ...]) -> int:
-        """Return the count of these shapes since the last call."""
+        """Return how many tensors of these shapes were rounded since the last call."""
         found = sum(self.shapes.count(shape) for shape in shapes)
         self.shapes.clear()
         return found

@@ -1,4 +1,4 @@
-"""Megatron flags on plain parameters, and its groups as lists of ranks: tests that do not need the Megatron package."""
+"""Megatron's flags on plain parameters, and its process groups as lists of ranks. The tests do not need Megatron."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def test_ranks_exit_if_the_main_process_is_killed_during_a_call(tmp_path: Path, 
         workers = [int(path.name) for path in (tmp_path / "pids").iterdir()]
         assert all(map(is_running, workers))
     finally:
-        os.kill(process.pid, signal.SIGKILL)  # this process only, not its group
+        os.kill(process.pid, signal.SIGKILL)  # kills only this process, not its group
     process.wait()
     until(lambda: not any(map(is_running, workers)))
     until(lambda: [*(files / "t").iterdir()] == [])

@@ -359,7 +359,7 @@ def one_rank_disagrees() -> str:
 
 def test_topologies_that_differ_between_ranks_are_rejected(world: World) -> None:
     messages = [message for message in world.run(4, one_rank_disagrees) if message]
-    # The rank that constructs its registry first sets the topology: if that is rank 2, the three others raise; else
+    # The rank that constructs its registry first sets the topology: if that is rank 2, the other ranks raise; else
     # rank 2 raises.
     assert len(messages) in (1, 3)
     assert all("Topology(tensor=2, data=2)" in text and "Topology(data=2, tensor=2)" in text for text in messages)

@@ -73,7 +73,7 @@ def values(tree: Any) -> Iterator[Any]:
 
 
 def everything(model: Model, optimizer: ParallelOptimizer[Any] | None = None) -> list[Any]:
-    """Return all state that training depends on, with its addresses."""
+    """Return all state that training depends on, and the addresses of tensors."""
     found: list[Any] = [torch.get_rng_state(), repr(random.getstate()), torch.get_default_dtype(), model.training]
     for name, param in model.named_parameters():
         grad = None if param.grad is None else (param.grad.data_ptr(), param.grad.clone())

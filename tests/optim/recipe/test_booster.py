@@ -293,7 +293,7 @@ def test_boosted_run_resumes_bitwise_identically(mode: Any, world: World, tmp_pa
 
 
 def vetoed(mode: Any) -> tuple[list[bool], int, int]:
-    """Reject the second of three steps on rank 1. Return which steps moved weights, the number of rejected steps, and
+    """Reject the second of three steps on rank 1. Return which steps changed weights, the number of rejected steps, and
     the number of calls of ``commit``."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []

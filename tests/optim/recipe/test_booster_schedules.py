@@ -96,7 +96,7 @@ def test_schedule_advances_once_per_accumulation_window_without_warning() -> Non
 @pytest.mark.parametrize("way", ["norm", "value"])
 @pytest.mark.parametrize("micro_batches", [2, 5])
 def test_clipping_called_per_micro_batch_clips_once_per_window(way: str, micro_batches: int) -> None:
-    """The reference in torch clips once per window; windows may end early."""
+    """The reference in torch clips once per accumulation window. The last window may be shorter."""
     model, dense = classifier(), classifier()
     sgd, plain = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, dense))
     booster = Booster(accumulation_steps=3)

@@ -114,7 +114,10 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Check that each shard equals that of its first rank in ``before``. Return the first difference, or ""."""
+    """Check that each shard in ``after`` equals that of the first rank that holds it in ``before``.
+
+    Return the first difference, or "".
+    """
     for rank, pieces in enumerate(after):
         for key, tensors in pieces.items():
             pipe = topology.pipe_axes and key[0] != "tied"

@@ -111,7 +111,7 @@ def test_micro_batches_do_not_advance_schedule() -> None:
 
 def test_epoch_schedule_advances_if_any_step_was_applied() -> None:
     run = Training(accumulation_steps=2)
-    # Each epoch ends within a window, which the next epoch completes.
+    # Each epoch ends within an accumulation window, which the next epoch completes.
     epochs = [
         [1.0, 1.0, math.inf, 1.0, 1.0],
         [math.nan, 1.0],

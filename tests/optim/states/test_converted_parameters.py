@@ -84,12 +84,12 @@ def test_step_after_move_to_other_device_raises_and_names_devices() -> None:
 
 @pytest.mark.parametrize("index", range(6))
 def test_moved_parameter_is_detected_within_as_many_steps_as_parameters(index: int) -> None:
-    """Each step checks the first and the last parameter, and one of the others in turn."""
+    """Each step checks the first and the last parameter, and another parameter in turn."""
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
         declare(model, {"*": P()})
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
-        for _ in range(2):  # after the first window, which has further checks
+        for _ in range(2):  # get past the first step, which runs more checks
             optimizer.backward(model(torch.ones(1, 2)).sum())
             optimizer.step()
         given = optimizer._states.given

@@ -237,7 +237,7 @@ def message_of(function: Callable[[], object]) -> str:
 
 
 def unfrozen_without_call(how: str, mode: str, declared: bool, ranks: tuple[int, ...]) -> tuple[list[str], float]:
-    """Unfreeze "up" on these ranks after the first step. Return the errors of three steps and the change of "up"."""
+    """Unfreeze "up" on ``ranks`` after the first step. Return the errors of three steps and the change of "up"."""
     precision: Any = {"float64": "fp32", "bf16": "bf16", "split": Bf16(split_masters=True)}[mode]
     dtype = torch.float64 if mode == "float64" else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:

@@ -215,7 +215,7 @@ def two_optimizers(is_split: bool) -> Bits:
 
 
 def test_bucket_of_split_masters_contains_one_device_even_after_empty_weight() -> None:
-    """`Offloaded` leaves empty shards on the device and moves the others to the CPU."""
+    """`Offloaded` leaves empty shards on the device and moves other shards to the CPU."""
     devices = [torch.device("meta"), torch.device("cpu"), torch.device("meta")]
     weights = [
         nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device))

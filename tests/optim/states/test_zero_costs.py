@@ -102,7 +102,7 @@ def test_zero2_reduces_buckets_during_backward_in_same_order_on_all_ranks(world:
         (first, while_running), (second, meanwhile) = world.run(2, backward_order, uses_all)
         assert first == second == everything
         assert while_running >= 2
-        # A rank without gradients of the last layers cannot start early; it starts when its backward ends.
+        # A rank without gradients of the last layers cannot start reductions before its backward ends.
         assert meanwhile == (while_running if uses_all else 0)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that bypass `optimizer.backward`, or missing gradients, raise on every rank."""
+"""Missing gradients, and gradients that wrongly bypass `optimizer.backward`, raise on every rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bypassing_optimizer_backward_in_first_step_raises(world: World, mode: M
         assert text.startswith("there are gradients, but ")
         assert "optimizer.backward(loss)" in text
         assert "with optimizer.window()" in text
-    # Zero gradients are allowed, because such a step creates states before loading.
+    # Zero gradients are allowed, because a step on them creates states before loading.
     assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
 
 
@@ -86,7 +86,7 @@ def bypassed_on_one_rank(mode: Mode) -> str:
 
 
 def test_bypassing_optimizer_backward_on_one_rank_raises_with_micro_batches_per_rank(world: World) -> None:
-    """The other rank scaled its loss, so the error is not that of a loop without the loss scale."""
+    """The other rank scaled its loss, so the error is about the micro-batches, not about the loss scale."""
     for text in world.run(2, bypassed_on_one_rank, "fp16"):
         assert "the number of micro-batches is 0 on rank 0 and 1 on rank 1" in text
 

@@ -172,7 +172,7 @@ def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: st
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "half states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_changed_to_other_memory_format_are_stepped_like_unchanged_ones(name: str, mode: str) -> None:
-    """``model.to(memory_format=torch.channels_last)`` after construction of the optimizer makes such a change."""
+    """For example, a user may call ``model.to(memory_format=torch.channels_last)`` after making the optimizer."""
     found = []
     for changes in (True, False):
         model = Model(MODES[mode], lying=False)

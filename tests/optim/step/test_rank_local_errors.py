@@ -60,7 +60,7 @@ class FailingObserver(StepObserver):
 
 
 class FailingRule(Clip):
-    """A clipping rule that raises on the last rank in step `BAD`, against its contract."""
+    """A clipping rule that raises on the last rank in step `BAD`, which a rule must not do."""
 
     fails = False
 

@@ -35,7 +35,7 @@ def rows_of(rank: int, micro: int, count: int) -> Tensor:
 
 
 def norm_of(counts: Counts, how: str, kind: str, masks: bool = True) -> float:
-    """Run one window, and return its norm.
+    """Run one accumulation window, and return its norm.
 
     Args:
         counts: The weights.
@@ -168,7 +168,7 @@ def test_loss_with_weight_0_adds_gradients_of_0(precision: Any, weight: float | 
     optimizer.backward(model(torch.ones(2, 5)).sum(), weight=weight)
     assert model.weight.grad is not None
     assert not model.weight.grad.any()
-    optimizer.backward(model(torch.ones(2, 5)).sum(), weight=2)  # later micro-batches of the window count
+    optimizer.backward(model(torch.ones(2, 5)).sum(), weight=2)  # a later micro-batch counts
     stats = optimizer.step()
     assert stats is not None
     assert stats.total_norm > 1

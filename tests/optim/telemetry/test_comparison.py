@@ -1,4 +1,4 @@
-"""`compare_runs` names planted mistakes in runs of several layouts, and finds only rounding in correct runs."""
+"""`compare_runs` names planted mistakes in runs of several layouts, and finds at most rounding in correct runs."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_hash_of_batch_ignores_order_and_grouping_of_samples() -> None:
 
 
 def counted_steps(layout: Layout, path: Path) -> list[Counter[str]]:
-    """Return the collectives of four steps beyond those of a plain step; the second and fourth are recorded."""
+    """Return which collectives four steps add to those of a plain step; the second and fourth are recorded."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.25, fused=True)

@@ -52,7 +52,7 @@ def last(telemetry: Telemetry) -> Measurement:
 
 
 def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter[str]]:
-    """Return the collectives of four steps beyond those of a plain step; the second and fourth are measured."""
+    """Return which collectives four steps add to those of a plain step; the second and fourth are measured."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         optimizer = ParallelOptimizer(sgd(model), registry, max_norm=1.0)
@@ -68,7 +68,7 @@ def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter
         return [count - counts[1] for count in counts[2:]]
 
 
-def test_measured_step_needs_few_more_collectives_and_no_host_synchronization(world: World) -> None:
+def test_measured_step_adds_expected_collectives_and_no_host_synchronization(world: World) -> None:
     ways: list[tuple[Layout, dict[str, Any], int]] = [
         (GRID, {}, 1),
         (BOTH, {"by": "parameter"}, 1),

@@ -159,8 +159,8 @@ def test_owner_rank_optimizers_match_dense_update_on_random_layouts(
 
 
 def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter[str], int, list[str]]:
-    """Return the collectives of one step beyond those of SGD, the number of rank sets that share this rank's tensors,
-    and the states that it owns."""
+    """Return the collectives of one step in addition to those of SGD, the number of rank sets that share this rank's
+    tensors, and the states that it owns."""
     counts, kept, peers = [], [], []
     for make in (MAKES[kind], partial(torch.optim.SGD, lr=0.1, fused=True)):
         with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):

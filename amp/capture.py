@@ -30,5 +30,5 @@ def keeps_state_in_place(owner: object) -> Iterator[None]:
     if changed:
         raise RuntimeError(
             f"{type(owner).__name__} assigns a new object to {', '.join(changed)} in a step that is captured in a CUDA "
-            "graph; a replay would not repeat that. Keep this state in tensors that are changed in place"
+            "graph; a replay would not repeat the assignment. Keep this state in tensors that are changed in place"
         )

@@ -326,7 +326,7 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         raise wrong("masters", saved, "a dict")
     if saved is None:
         raise ValueError(
-            "the state has no master weights, because a mode without masters saved it; load it in that mode, or load the "
+            "the state has no master weights, so a mode without masters saved it; load it in that mode, or load the "
             "model's weights, call reload_from_model() and load only the optimizer's own state"
         )
     if saved.keys() != masters.keys():

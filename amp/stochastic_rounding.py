@@ -482,7 +482,7 @@ class StochasticRounding:
         saved = state.get("stochastic_rounding")
         if saved is None:
             raise ValueError(
-                "the state has no entry 'stochastic_rounding', because another precision mode saved it; load it in that "
+                "the state has no entry 'stochastic_rounding', so another precision mode saved it; load it in that "
                 "mode, or load only the model's weights and the optimizer's own state"
             )
         self.check_state(state)

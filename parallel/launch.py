@@ -129,9 +129,9 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
     in_job = [f"{name}={environ[name]}" for name in _NUMBERS["slurm"] if environ.get(name)]
     if "slurm" in launchers and in_job and not _has_step(environ):
         raise RuntimeError(
-            f"this is a Slurm job ({', '.join(in_job)}), but srun did not start this process: "
-            "SLURM_STEP_ID is not set. Write 'srun python ...' in the batch script, which starts one process per task; or "
-            "use torchrun; or call init_distributed(launcher='none') to run as one process"
+            f"this is a Slurm job ({', '.join(in_job)}), but srun did not start this process "
+            "(SLURM_STEP_ID is not set). Write 'srun python ...' in the batch script, which starts one process per task; "
+            "or use torchrun; or call init_distributed(launcher='none') to run as one process"
         )
     problems = "; ".join(f"{name} needs {', '.join(variables)}" for name, variables in missing.items())
     raise RuntimeError(

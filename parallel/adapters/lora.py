@@ -362,7 +362,9 @@ def add_lora(
                 "[experts, out, in]"
             )
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
-            raise ValueError(f"target {target!r}: {adapted[0]} has a LoRA adapter already; name each layer once")
+            raise ValueError(
+                f"target {target!r}: {adapted[0]} has a LoRA adapter already; leave this layer out of targets"
+            )
         found.update(matching)
         for name in of_experts:
             module, _, parameter = name.rpartition(".")

@@ -225,7 +225,8 @@ class Rules:
     def _axes_of(self, group: str, name: str) -> Axes:
         if group not in self._axes:
             raise ValueError(
-                f"the layout of {name} needs the group {_FIELDS[group]}, which is missing in groups=; pass it too"
+                f"the layout of {name} needs the process group {_FIELDS[group]}, which this rank does not have; "
+                "pass it in groups="
             )
         return self._axes[group]
 
@@ -355,7 +356,9 @@ def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dis
     found = {name: group for name, group in fields.items() if isinstance(group, dist.ProcessGroup)}
     missing = [names[name] for name in ("tensor", "pipe", "data") if name not in found]
     if missing:
-        raise ValueError(f"groups= lacks {', '.join(missing)}; give at least tp, pp and dp")
+        raise ValueError(
+            f"Megatron's process groups {', '.join(missing)} are missing; give groups= with at least tp, pp and dp"
+        )
     return found
 
 

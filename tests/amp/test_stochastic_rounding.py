@@ -222,7 +222,7 @@ def test_run_with_stochastic_rounding_resumes_bitwise_identically() -> None:
     other_rounding.load_state_dict(saved["own"])
     train(other, other_rounding, range(3, 6))
     assert bits(other, other_optimizer) == bits(model, optimizer)
-    with pytest.raises(ValueError, match="has no entry 'stochastic_rounding', because another precision mode saved it"):
+    with pytest.raises(ValueError, match="has no entry 'stochastic_rounding', so another precision mode saved it"):
         other_rounding.load_state_dict({"masters": {}})
 
 

@@ -225,8 +225,12 @@ DENSE: dict[str, tuple[str, ...]] = {"tp": ("tensor",), "pp": ("pipe",), "dp": (
         ({**SPLIT, "partition_dim": 2}, DENSE, "with partition_dim=2 and partition_stride=1"),
         ({"tensor_model_parallel": True}, DENSE, "with partition_dim=-1"),
         ({"shared": True}, DENSE, "w is shared with another stage but is not the word embedding"),
-        (EXPERT, DENSE, "the layout of w needs the group expt_tp, which is missing in groups="),
-        ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "groups= lacks dp"),
+        (
+            EXPERT,
+            DENSE,
+            "the layout of w needs the process group expt_tp, which this rank does not have; pass it in groups=",
+        ),
+        ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "Megatron's process groups dp are missing"),
     ],
 )
 def test_invalid_megatron_flags_raise_on_every_rank(

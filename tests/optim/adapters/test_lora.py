@@ -259,7 +259,7 @@ def test_add_lora_rejects_second_adapter_and_unknown_target_without_changes() ->
     declare(model, {"*": P()})
     add_lora(model, "0", r=2, alpha=2, registry=registry)
     model[1].requires_grad_(True)
-    with pytest.raises(ValueError, match="target '0': 0 has a LoRA adapter already; name each layer once"):
+    with pytest.raises(ValueError, match="target '0': 0 has a LoRA adapter already; leave this layer out of targets"):
         add_lora(model, ["1", "0"], r=2, alpha=2, registry=registry)
     with pytest.raises(ValueError, match="target 'up' is the name of no module of Sequential; its modules are 0, "):
         add_lora(model, ["1", "up"], r=2, alpha=2, registry=registry)

@@ -807,7 +807,7 @@ class HoldOnSkip(LRScheduler):
     def step(self) -> None:  # type: ignore[override]
         """Advance the wrapped schedule by one step, except in the middle of an accumulation window or after a skipped step.
 
-        On a GPU the schedule advances later, when the host knows whether the step was skipped (see the class).
+        On a GPU the schedule advances later, when the host knows whether the step was skipped; see `HoldOnSkip`.
 
         Host synchronization: on a GPU, one if an earlier step decision is pending, or if a CUDA graph replayed the
         step.

@@ -187,9 +187,9 @@ class StatefulClipper:
         clip: The rule and its state.
         norm_type: p >= 1, or inf.
         reduction: ``"packed"`` or ``"per_group"``, as in `GlobalNorm`.
-    Raises: As `agreed` and `planned_for`, on every rank.
-    Collectives: as `agreed` and `planned_for`.
-    Host synchronization: yes.
+    Raises: In the constructor, as `agreed` and `planned_for`, on every rank.
+    Collectives: in the constructor, as `agreed` and `planned_for`.
+    Host synchronization: yes, in the constructor.
     """
 
     def __init__(

@@ -281,8 +281,8 @@ class GradientBucket:
         scale: Factor on each rank's gradients before the sum. Averages are divided here and not after the sum, so that
             the sum overflows less easily in half precision. Default: 1.
         adopt: True: after an all-reduce, the gradients of contiguous parameters become views of the flat buffer, which
-            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): of these
-            gradients, only those with another dtype than the buffer become views.
+            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): only
+            gradients with another dtype than the buffer become views.
         pending: Parameters with partial or tied gradients, which must not be summed a second time. After an all-reduce
             their gradients are marked as reduced (`mark_complete`). A bucket with such parameters ignores ``adopt``.
             Default: none.

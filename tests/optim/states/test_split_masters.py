@@ -632,7 +632,7 @@ def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed:
     optimizer.registry.close()
 
 
-WRITTEN = "weight was written before each of 3 steps in a row.*mask in the forw"
+WRITTEN = "weight was written before each of 3 steps in a row.*pruning mask, for example, in the forw"
 
 
 def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:

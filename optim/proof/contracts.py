@@ -245,7 +245,10 @@ class KnownParameter:
 
     @property
     def constant(self) -> bool:
-        """Return True if all elements on all ranks have the same value, and shards have equal sizes or are zeros."""
+        """Return True if all elements on all ranks have the same value.
+
+        Return False if shards have different sizes, and so different hashes, except for shards of zeros.
+        """
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
@@ -470,7 +473,7 @@ def cutting_axes(known: KnownParameter, contract: GradientContract, topology: To
 def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
     """Yield each (axis, other axis) for which only ranks with equal coordinates along both axes hold the parameter.
 
-    The owner along ``axis`` is then the rank whose coordinate there equals its coordinate along the other axis.
+    The owner along ``axis`` is then the rank whose coordinate along ``axis`` equals its coordinate along the other axis.
     """
     done: set[str] = set()
     cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]

@@ -160,11 +160,11 @@ class Recorder(StepObserver):
     Names and numbers describe full parameters, so recordings of different layouts can be compared. Every rank creates a
     recorder; global rank 0 writes the file.
 
-    A recorded step has, for each parameter, the weight before the step (the master weight if there is one), the reduced
-    and unscaled gradient before clipping, and the update. Of each of them, it has the L2 norm, a hash of all bits and a
-    sketch: `BUCKETS` signed sums of elements, from which `compare_runs` estimates distances. It also has the loss scale,
-    the numbers among the options of all param groups, the norm and the clip coefficient, and the axes along which
-    replicas differ.
+    A recorded step describes three tensors of each parameter: the weight before the step (the master weight if there is
+    one), the reduced and unscaled gradient before clipping, and the update. For each of these tensors, it has the L2
+    norm, a hash of all bits and a sketch: `BUCKETS` signed sums of elements, from which `compare_runs` estimates
+    distances. A recorded step also has the loss scale, the numbers among the options of all param groups, the gradient
+    norm and the clip coefficient, and the axes along which replicas differ.
 
     The norm and the sketch of a gradient describe the gradient that is applied, before clipping. The hash describes the
     gradient without the loss scale, averaged over data ranks, and with ``accumulation_steps`` over micro-batches. The
@@ -241,7 +241,7 @@ class Recorder(StepObserver):
         """Add this rank's samples to the hash of the batch of the next step. Call it once per micro-batch, if at all.
 
         The hash does not depend on the order of the samples, nor on their distribution over data ranks and micro-batches.
-        Ranks with a coordinate other than 0 on an axis that is no data axis are left out.
+        Along axes that are not data axes, only ranks with coordinate 0 add their samples.
 
         Host synchronization: none. It does nothing if the next step is not recorded.
 
@@ -249,7 +249,7 @@ class Recorder(StepObserver):
             *tensors: The inputs, and also the targets if you like. The first dim counts the samples.
 
         Raises:
-            ValueError: The next step is recorded, and no tensor is given on a rank that is not left out.
+            ValueError: This rank adds its samples, the next step is recorded, and no tensor is given.
         """
         if self._is_recorded(self.step + 1) and self._plan.counts_batch:
             found = row_hashes(tensors)

@@ -1,8 +1,8 @@
 """The choice between one call per tensor and one call for many tensors.
 
 On a GPU, a kernel launch costs more than the work of a small tensor, so tensors are stepped together: by torch's fused and
-multi-tensor kernels, and by batched products of matrices with equal shapes. On a CPU, calls are cheap, and temporary
-tensors of a single tensor's step fit into the cache, so tensors are stepped one after the other.
+multi-tensor kernels, and by batched products of matrices with equal shapes. On a CPU, calls are cheap, and fewer
+temporary tensors at a time are more likely to stay in the cache, so tensors are stepped one after the other.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        if kept is not None:  # None if load_state_dict calls this method, not copy or pickle
+        if kept is not None:  # a copy or a pickle has this key, a call from load_state_dict does not
             vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags={}, _is_stepping=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -159,7 +159,7 @@ class Trainer:
             self.keep_length(of_this_run)
 
     def keep_length(self, of_this_run: dict[str, Any]) -> None:
-        """Set the length of the loaded schedule to the length of this run, which may differ from that of the saved run.
+        """Set the length of the loaded schedule to the length of this run. The saved run may have had another length.
 
         The first step of this run still uses the saved learning rate.
         """

@@ -333,7 +333,7 @@ def infer(
 
 
 def _of_other_roles(first: Examined, second: Examined) -> Examined:
-    """Return the result for a model whose only mistake is the role of some axes, which must be data axes.
+    """Return the result for a model that is right except that some axes must have the role of data axes.
 
     It has one finding, which names these axes.
 

@@ -486,7 +486,7 @@ def _decision(pair: StepPair) -> Difference | None:
 
 
 def _norms_used(run: RecordedStep) -> Iterator[float]:
-    """Yield the norm that a run reported, and the one that follows from its clip coefficient if max_norm is a number."""
+    """Yield the norm that a run reported, and max_norm / clip coefficient if max_norm is a number and the step clipped."""
     if run.line["grad_norm"]:
         yield run.line["grad_norm"]
     try:

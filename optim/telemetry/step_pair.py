@@ -179,14 +179,14 @@ class StepPair:
         return distance(a, b), max(norm if isfinite(norm) else 0.0 for norm in (a.norm, b.norm))
 
     def relative(self, name: str, quantity: int) -> float:
-        """Return the distance of A and B, relative to the larger norm; 0 for two zeros."""
+        """Return the distance of A and B, divided by the larger norm; 0 if the distance is 0."""
         found, size = self.distance(name, quantity)
         return found / size if found and size else (inf if found else 0.0)
 
     def multiple(self, name: str, quantity: int) -> float | None:
         """Return r if the tensor in B is r times the tensor in A; None if it is no multiple of it.
 
-        Return None also for tensors with one element, because every number is a multiple of another number.
+        Return None also for tensors with one element, because any two numbers are multiples of each other.
         """
         if self.numel(name) == 1:
             return None

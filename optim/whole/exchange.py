@@ -284,7 +284,7 @@ class Round:
         results: dict[int, Tensor],
         device: torch.device,
     ) -> Callable[[], Iterator[list[int]]]:
-        """Compute the matrices that this rank owns, and start sending the results to the ranks that hold parts of them.
+        """Compute this rank's own matrices, and start sending the results to the ranks that hold shards of the matrices.
 
         Args:
             stacks: The full tensors of these matrices: the result of the function that `send` returned.

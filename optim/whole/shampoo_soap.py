@@ -233,11 +233,10 @@ class PreconditionedOptimizer(HomeOptimizer):
         return found
 
     def directions(self, slots: Sequence[Slot], taken: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return this rank's shards of the update directions of all tensors with two or more dims.
+        """Return {position: this rank's shard of the update direction} for all tensors with two or more dims.
 
-        The keys are positions: indices of the stepped tensors over all param groups.
-
-        ``taken`` is {position: number of earlier steps}.
+        A position is the index of a stepped tensor over all param groups. ``taken`` is {position: number of earlier
+        steps}.
 
         Collectives: at most two all-to-alls per round of matrices, as in `Homes.map`.
         """

@@ -129,7 +129,7 @@ def clip_and_step(shapes: list[tuple[int, ...]], precision: str, device: torch.d
 
 
 def peers() -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
-    """Return fused AdamW of installed libraries. DeepSpeed's is left out if it would be compiled now."""
+    """Return fused AdamW of installed libraries. DeepSpeed's raises an error instead of compiling its kernel."""
     found: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {}
     if not torch.cuda.is_available():
         return found
@@ -156,7 +156,7 @@ def peers() -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
             from deepspeed.ops.adam import FusedAdam
 
             if not installed_ops.get("fused_adam"):
-                raise RuntimeError("it is not compiled")
+                raise RuntimeError("DeepSpeed's fused_adam is not compiled")
             return FusedAdam(params, lr=1e-4, adam_w_mode=True)
 
         found["DeepSpeed's FusedAdam"] = deepspeed

@@ -28,7 +28,7 @@ from world import World, WorldError
 
 Check = Callable[[World, Sequence[int]], list[list[str]]]
 
-# By name, because the type checker knows test files by their paths only.
+# These modules are imported by name, because the type checker finds test files only by their paths.
 test_any_configuration: Any = import_module("test_any_configuration")
 test_random_meshes: Any = import_module("test_random_meshes")
 

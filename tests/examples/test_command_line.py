@@ -26,7 +26,7 @@ NEED_TORCHVISION = ("amp_vit", "clip_resnet34")
 
 def script(name: str) -> Any:
     if name in NEED_TORCHVISION and find_spec("torchvision") is None:
-        pytest.skip("its images are read by torchvision")
+        pytest.skip("this example needs torchvision to read its images")
     return example(name)
 
 

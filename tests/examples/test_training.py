@@ -50,7 +50,7 @@ def test_training_scripts_resume_on_another_topology(
 ) -> None:
     name, *flags = script
     if name != "accumulate_lm":
-        pytest.importorskip("torchvision", reason="the images are read by torchvision")
+        pytest.importorskip("torchvision", reason="needs torchvision to read the images")
         flags += ["--data", str(data)]
     train = trainer_of(name)
     whole, curve, folder = tmp_path / "whole.csv", tmp_path / "curve.csv", ["--resume", str(tmp_path / "checkpoints")]
@@ -62,7 +62,7 @@ def test_training_scripts_resume_on_another_topology(
     assert began == [4] * ranks
     found, expected = read_curve(curve), read_curve(whole)
     assert expected[-1, 0] == 5
-    # Most scripts report the mean loss of five steps. The resumed run has only the last one, so losses are not compared.
+    # Most scripts report the mean loss of five steps. The resumed run makes only the last step, so losses are not compared.
     torch.testing.assert_close(found[:, ::2], expected[:, ::2], rtol=2e-5, atol=0)
 
 

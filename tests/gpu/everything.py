@@ -145,8 +145,8 @@ def run(device: str, more: Sequence[str], folder: Path) -> int:
 
 
 def has_triton(phase: Phase) -> bool:
-    """Return True if the phase with the tests of the Triton kernels passed, or had no tests. A wrong kernel could end
-    the benchmark's process."""
+    """Return True if the phase with the tests of the Triton kernels passed, or had no tests. Otherwise the benchmark must
+    not run these kernels, because a wrong kernel could end its process."""
     return not re.search(r"test_gpu_triton\S* (FAILED|ERROR)", phase.text) and phase.result in ("passed", "no tests")
 
 

@@ -18,7 +18,7 @@ def test_long_run_keeps_memory_constant_without_host_synchronization(device: tor
     good, bad = [run.batch(number) for number in range(3, 9)], run.batch(9)
     kept = []
     for part in range(10):
-        with nobody_waits(device) if part else nullcontext():  # the first step checks the gradients
+        with nobody_waits(device) if part else nullcontext():  # the first step checks the gradients on the host
             for number in range(part * steps // 10, (part + 1) * steps // 10):
                 run.optimizer.zero_grad()
                 run.optimizer.backward(run.loss(bad if number % 20 == 19 else good[number % 6]))

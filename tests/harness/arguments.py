@@ -27,7 +27,7 @@ def arguments(**options: Any) -> dict[str, Any]:
         options["states"] = tuple(states)
     value = options.pop("clip_value", None)
     if value is not None:
-        assert options.get("max_norm") is None, "one rule at a time"
+        assert options.get("max_norm") is None, "pass clip_value or max_norm, not both"
         options["max_norm"] = ByValue(value)
     most = options.pop("max_skips_in_a_row", None)
     if most is not None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-SIZE = 1 << 16  # bytes, one per block: the largest number of blocks
+SIZE = 1 << 16  # bytes of the hits, one per block, so also the largest number of blocks
 _FUTURE = "from __future__ import annotations"
 _COMPOUND = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.Match
 _IMPORT = """

@@ -75,7 +75,9 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
             allowed = allowed + dense.params[name].remainders[where]
             error = (value.flatten().double() - wanted[where]).abs()
             if not (error <= allowed).all():
-                found.append(f"{name} on rank {rank} is {float((error - allowed).max()):.1e} off")
+                found.append(
+                    f"{name} on rank {rank}: the error exceeds its bound by {float((error - allowed).max()):.1e}"
+                )
             key = name, tuple(where.tolist()), value.dtype
             if not torch.equal(value.flatten(), copies.setdefault(key, value.flatten())):
                 found.append(f"{name} on rank {rank} differs bitwise from a replica")

@@ -340,7 +340,7 @@ def mistake(
 
     def add(script: Script) -> Script:
         assert script.__doc__, "the script needs a docstring that describes the mistake"
-        assert outcome.is_specific, f"{outcome}: show more of the text"
+        assert outcome.is_specific, f"{outcome}: shown must have at least two lowercase letters"
         MISTAKES.append(Mistake(script, topology, outcome, write, mode, waits))
         return script
 
@@ -368,7 +368,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 class Result(NamedTuple):
     """The final state of one rank after a script."""
 
-    error: tuple[list[str], str] | None  # the names of its class and base classes, and its text
+    error: tuple[list[str], str] | None  # the names of the exception's class and base classes, and its text
     said: list[str]
     start: dict[str, Tensor]
     weights: dict[str, Tensor]

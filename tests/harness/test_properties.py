@@ -71,15 +71,15 @@ def test_failing_random_case_is_shrunk_and_stored(
     assert "case=[900]" in "".join(getattr(error.value, "__notes__", []))
     limit = 10**6
     fails(world)
-    assert [900] in seen[-1], "in the next run"
+    assert [900] in seen[-1], "the stored case should run again"
 
 
 def test_random_cases_reports_failure_that_needs_several_cases_together(world: World) -> None:
     @random_cases(NUMBERS, 200)
     def fails(world: World, drawn: list[list[int]]) -> None:
-        assert len(drawn) == 1, "together"
+        assert len(drawn) == 1, "planted: several cases together"
 
-    with pytest.raises(AssertionError, match="together"):
+    with pytest.raises(AssertionError, match="planted: several cases together"):
         fails(world)
 
 

@@ -37,7 +37,7 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     from torchtitan.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
-LAYERS = 2  # of 6 equal layers
+LAYERS = 2  # the debug model has 6 layers of the same kind
 WITH_EXPERTS = "fsdp x ep"
 SMALL_EXPERTS = {"n_layers": LAYERS, "num_experts": 4, "top_k": 2, "moe_hidden_dim": 64, "n_heads": 2, "n_kv_heads": 2}
 LAYOUTS = {

@@ -23,7 +23,8 @@ from world import World
 
 STEPS, LR, MAX_NORM, EPS = 4, 1e-2, 0.3, 1e-4
 Weights = dict[str, Tensor]
-LARGE: dict[str, Any] = {"init_method_std": 0.3}  # otherwise the output layer has nearly all of the gradient
+# With smaller weights, the output layer would dominate the gradient norm.
+LARGE: dict[str, Any] = {"init_method_std": 0.3}
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

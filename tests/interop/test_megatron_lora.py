@@ -158,7 +158,7 @@ def _merged(model: nn.Module, base: Weights, factors: Weights, experts: int, sca
 
 
 def factors_of_experts(base: Weights) -> set[str]:
-    """Return the numbers of the experts on a rank."""
+    """Return the indices of the local experts in these parameter names."""
     return {found.group(1) for name in base if (found := re.search(r"local_experts\.(\d+)", name))}
 
 

@@ -335,7 +335,7 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
 
 
 def fp8_layers(model: nn.Module) -> dict[str, str]:
-    """Return for each linear layer on this rank whether it multiplies in 8 bits, and if not, the reason.
+    """Return for each linear layer and `nn.MultiheadAttention` on this rank whether it multiplies in 8 bits, or why not.
 
         print(fp8_layers(model))      # {'0': '8 bits', 'head': 'not in 8 bits: left out'}
 

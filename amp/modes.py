@@ -2,7 +2,7 @@
 
 A mode determines which tensors of a model are cast, which stay float32, and whether there is a loss scale.
 
-A mode is a small frozen object without state. It prepares a model in place: parameters stay the same objects and keep
+The modes are frozen dataclasses without state. A mode prepares a model in place: parameters stay the same objects and keep
 their declared layouts. Modules keep their classes (except linear layers under `Fp8`) and their state-dict keys.
 
 A model that was built in half precision is cast like any other model. A cast to float32 is exact. Master weights start
@@ -187,7 +187,7 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
 #
 # name          params    forward                          master weights  loss scale                       batch norm
 # "fp32"        float32   float32                          none            none                             float32
-# "fp16"        float32   autocast float16, criterion too  none            2^16, growth 2000                by autocast
+# "fp16"        float32   autocast float16, criterion too  none            2^16, growth 2000                float32
 # "bf16"        bfloat16  bfloat16                         float32         none                             bfloat16
 # "fp16_naive"  float16   float16 in, float32 out          float32         2^16, growth 1000, hysteresis 2  float16
 # "fp16_apex"   opt levels O0 to O3: see `ApexFp16`

@@ -56,7 +56,7 @@ def test_chained_scheduler_of_meshstep_schedule_and_another_is_rejected(
     others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
 ) -> None:
     says = (
-        r"multiplies the rates of its schedules, but \w+LR overwrites .* use SequentialLR .* "
+        r"multiplies the rates by the factors of its schedules, but \w+LR overwrites .* use SequentialLR .* "
         r"as the decay of a single WarmupLR subclass"
     )
     with pytest.raises(TypeError, match=says):

@@ -1,4 +1,4 @@
-"""Gradient contracts of parameters: how the derivative of the loss is computed from the ranks' gradients.
+"""Gradient contracts of parameters, the rules that compute the derivative of the loss from the ranks' gradients.
 
 A contract is made from a declared spec, or from the values of a parameter on all ranks after one backward. It can be
 converted to a spec. Contracts and `KnownParameter` objects are the same on every rank.
@@ -48,7 +48,7 @@ Sum = Literal["sum", "same", "mean"]
 
 @dataclass(frozen=True)
 class AxisContract:
-    """How the derivative of the loss follows from a parameter's gradients on the ranks of one mesh axis.
+    """Rule that computes the derivative of the loss from a parameter's gradients on the ranks of one mesh axis.
 
     The derivative is taken along a random direction: a tensor of the parameter's shape. Each rank computes the product
     <gradient, direction> of its gradient and its part of the direction.
@@ -70,7 +70,7 @@ AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean
 
 @dataclass(frozen=True)
 class GradientContract:
-    """How the derivative of the loss follows from a parameter's gradients on all ranks.
+    """Rule that computes the derivative of the loss from a parameter's gradients on all ranks.
 
     Args:
         by_axis: (mesh axis, its `AxisContract`) pairs, one per mesh axis larger than 1.
@@ -112,7 +112,9 @@ def larger_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
-    """Return how the derivative of the loss follows from the ranks' gradients of a parameter with the layout ``spec``.
+    """Return the gradient contract of a parameter with the layout ``spec``.
+
+    The contract is the rule that computes the derivative of the loss from the ranks' gradients of the parameter.
 
     Args:
         spec: The declared layout, in the axes of ``topology``.

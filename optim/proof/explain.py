@@ -266,7 +266,7 @@ class Explanation:
     """A parameter layout with which the parameter's gradient would be right, or right except for a factor.
 
     Args:
-        contract: The layout, as a `GradientContract`: how the derivative of the loss follows from the ranks' gradients.
+        contract: The layout, as a `GradientContract`, which computes the derivative of the loss from the ranks' gradients.
             None: there is no such layout.
         factor: Factor by which the gradient is too large under ``contract``; 1 if it is right, or if there is no
             contract.

@@ -747,8 +747,8 @@ class _Examination:
     def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
         """Search the cause of a wrong gradient, and return the parameter's finding.
 
-        Return None if its gradient turns out to be right. In `infer`, also return None if another `GradientContract`
-        makes the gradient right; this contract is then stored in ``self.contracts``.
+        Return None if the parameter's gradient turns out to be right. In `infer`, also return None if another
+        `GradientContract` makes the gradient right; this contract is then stored in ``self.contracts``.
 
         Args:
             known: The parameter.

@@ -68,7 +68,7 @@ class RecordFile(ReportFile):
 
 
 class _RecordPlan:
-    """The tensors that a recorder digests, and how the results are summed per parameter.
+    """The tensors that a recorder digests, and the sums of the results per parameter.
 
     Collectives: object all-gathers and one all-reduce; none with one rank.
     """

@@ -61,7 +61,7 @@ from .gradient_noise import (
 
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
-"""How parameters are grouped under labels. `Telemetry` measures norms and counts per label.
+"""Assignment of labels to parameters. `Telemetry` measures norms and counts per label.
 
 ``"parameter"``: each parameter has its own label. ``"layer"``: the direct parameters of a module share a label; each
 direct parameter of the model itself has its own label. ``"group"``: the parameters of a param group share a label. A
@@ -283,7 +283,7 @@ class PowerIteration:
         return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _products(self, pieces: Sequence[Tensor], vectors: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
-        """Return {name: product of the full matrix W and its vector}: W v, or W^T u if ``transposed``.
+        """Return {name of a matrix W: W v}, or {name of a matrix W: W^T u} if ``transposed``.
 
         Args:
             pieces: The stepped tensors.
@@ -353,7 +353,7 @@ KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow
 
 
 class Planned:
-    """The measurement plan: which tensors `Telemetry` measures, and how the results are summed per label.
+    """The measurement plan: the tensors that `Telemetry` measures, and the sums of the results per label.
 
     Args:
         optimizer: The optimizer.

@@ -11,7 +11,7 @@ WARM_UP = 3  # the first steps create states, connect process groups and check g
 
 
 class GraphedStep:
-    """Training step that runs normally three times. The fourth call captures a CUDA graph, and replays it in each call.
+    """Training step that runs normally three times. The fourth call captures a CUDA graph, which it and later calls replay.
 
         step = GraphedStep(lambda images, labels: train(images, labels))
         loss, norm = step(images, labels)

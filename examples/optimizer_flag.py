@@ -21,8 +21,8 @@ def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Opt
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
     """Return Muon with updates of the size of AdamW updates, also for transposed weights, as 2-D layers have.
 
-    The Newton-Schulz iteration uses float32 instead of the default bfloat16, so that curves of two topologies, which
-    sum gradients in different orders, agree to more digits.
+    The Newton-Schulz iteration uses the parameters' dtype instead of the default bfloat16, so that curves of two
+    topologies, which sum gradients in different orders, agree to more digits.
     """
     adamw = {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.999)}
     options: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.02, "ns_dtype": None}
@@ -58,7 +58,7 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 
 
 def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of a name.
+    """Return the optimizer that ``--optimizer name`` selects.
 
     Args:
         options: Options of AdamW.

@@ -204,7 +204,10 @@ class Trainer:
             self.differences.append(abs(float(norm) / expected - 1))
 
     def update(self, patches: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """Run all micro-batches and the step. Return (mean loss and accuracy [2], gradient norm, clip coefficient)."""
+        """Run all micro-batches of a batch, and the step.
+
+        Return (mean loss and accuracy [2], gradient norm, clip coefficient).
+        """
         self.optimizer.zero_grad()
         count, total = self.options.accumulate, self.options.micro_batches
         measured = []
@@ -247,7 +250,7 @@ class Trainer:
 
 
 def report(trainer: Trainer, seconds: float) -> bool:
-    """Print the results on rank 0, and return False there if ``--verify`` found wrong norms; else return True."""
+    """Print the results on rank 0. Return False on rank 0 if ``--verify`` found wrong norms, else True."""
     test_loss, test_accuracy = trainer.test()
     state_hash = trainer.optimizer.state_hash()  # a collective: every rank must call it
     if trainer.registry.global_rank != 0:

@@ -39,13 +39,13 @@ def verdict(differences: Sequence[float]) -> tuple[str, bool]:
 
 
 def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:
-    """Return ``--steps``, or without it the steps of ``--epochs`` epochs of ``per_epoch`` steps."""
+    """Return ``--steps`` if it is given, else ``--epochs`` times ``per_epoch``, the number of steps per epoch."""
     steps: int = options.steps or options.epochs * per_epoch
     return steps
 
 
 def once_on_each_machine(make: Callable[[], object]) -> None:
-    """Call ``make`` on one rank of every machine; other ranks wait for it."""
+    """Call ``make`` on one rank of every machine; all ranks wait until these calls have returned."""
     if init_distributed().local_rank == 0:  # the process group exists; the call only returns the local rank
         make()
     dist.barrier()

@@ -47,7 +47,7 @@ class DenseLayers:
 
     @property
     def input_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the model axes over which batch and features of the input of the first layer are sharded."""
+        """Return (model axes that shard the batch, model axes that shard the features) for a model's input."""
         return self.batch_axes, self.feature_axes
 
     def check_heads(self, heads: int) -> None:

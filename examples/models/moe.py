@@ -158,7 +158,7 @@ def model_axes(registry: ProcessGroupRegistry | None) -> tuple[str, ...]:
 class Mixture(nn.Module):
     """Mixture of experts: maps x [sample, token, feature] to the sum of the outputs of experts, in the shape of x.
 
-    The sum has the outputs of the experts that the token chose, times their scores, and the output of a shared expert.
+    The sum of a token contains the outputs of its chosen experts, times their scores, and the output of a shared expert.
 
     Args:
         layers: Family of layers for the shared expert.
@@ -211,7 +211,10 @@ class Mixture(nn.Module):
         return torch.zeros_like(tokens, dtype=results.dtype).index_add(0, sources, results)
 
     def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows [row, feature] to their experts, ``counts`` [expert] per expert, and return the outputs."""
+        """Send token features [row, feature] to their experts, and return the outputs of the experts.
+
+        ``rows`` is ordered by expert. ``counts`` [expert] has the number of rows per expert.
+        """
         if self.registry is None or not self.axes:
             return self.experts(rows, counts.tolist())  # type: ignore[no-any-return]
         ranks = self.registry.size(*self.axes)

@@ -785,7 +785,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
         """Clip by ``clip`` and return the `GradStats` if the window is full. Otherwise return None; `step` clips later.
 
-        An error that only this rank's gradients have is raised after clipping; the other ranks get a non-finite norm.
+        An error about this rank's gradients alone is raised after clipping; the other ranks get a non-finite norm.
 
         ``call`` is the name of the public method, for errors. Without a rule (None), gradients are not clipped.
         """
@@ -807,7 +807,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Reduce, measure, unscale and clip the gradients in place. Collectives: those of a step.
 
         Returns:
-            The step decision, and an error that only this rank's gradients have, or None. `step` raises the error at
+            The step decision, and an error about this rank's gradients alone, or None. `step` raises the error at
             its end, after all collectives that the other ranks expect.
         """
         window = self._window
@@ -987,7 +987,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def reload_from_model(self) -> None:
         """Copy the model's weights into the stepped tensors. Call it after your code wrote weights.
 
-        Sets master weights, shards of ZeRO and offloaded copies to the model's weights, and drops the remainders of
+        It sets master weights, shards of ZeRO and offloaded copies to the model's weights, and drops the remainders of
         split master weights. Moments and step counts are unchanged. It is needed after a write through ``.data``: a
         step cannot always detect such a write, and then overwrites it. It is also needed if the error of a step tells
         you to call it. Call it between two windows on every rank that wrote weights; replicas must have equal weights.

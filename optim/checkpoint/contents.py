@@ -462,8 +462,8 @@ class PieceStates:
         fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
 
         Raises:
-            ValueError: The shard combines saved shards with different numbers, and one of them has no step count, or
-                the difference is in a state that is neither a number nor a tensor.
+            ValueError: The shard combines saved shards with different numbers, and one of these shards has no step count;
+                or they differ in a state that is neither a number nor a tensor.
         """
         states = self._states.get(name, [])
         if len(states) < 2:

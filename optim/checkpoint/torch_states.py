@@ -167,7 +167,8 @@ class ParameterStates:
             ValueError: ``value`` has another shape than the full parameter and this rank's shard. Or it is a DTensor, and
                 a DTensor does not support the parameter's layout in this run.
         Collectives: if ``value`` is a DTensor of another layout, those of ``value.full_tensor()``. If it is a DTensor
-            of the same layout, with `Sharded` an object all-gather and an all-reduce over its axes. Otherwise none.
+            of the same layout, and `Sharded` is used, an object all-gather and an all-reduce over the axes of `Sharded`.
+            Otherwise none.
         """
         if not has_dtensors((value,)):
             return value if value.shape == self.entry.shape else self._shard_of(value)

@@ -198,7 +198,7 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of the class or option that quantizes states in blocks; None if states are not quantized.
 
-    Also None if ``optimizer.elementwise`` is set, or if the optimizer's step uses collectives.
+    The result is also None if ``optimizer.elementwise`` is set, or if the optimizer's step uses collectives.
     """
     if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
         return None

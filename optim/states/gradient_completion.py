@@ -110,9 +110,9 @@ class GradientCompletion:
                 * A parameter was converted to another dtype or device, or, with one rank, was unfrozen.
                 * torch's data parallelism has not reduced gradients that only it can reduce.
                 * A transform can't use the gradients of the window: backward bypassed the optimizer, or gradients were not
-                  cleared. With one rank also if other code wrote weights that have masters; with several ranks this error
-                  is deferred (`Window.defer`). While a CUDA graph captures the step, also if other code wrote weights that
-                  have split masters.
+                  cleared. With one rank, it is also raised if other code wrote weights that have masters; with several
+                  ranks, that error is deferred (`Window.defer`). While a CUDA graph captures the step, it is also raised if
+                  other code wrote weights that have split masters.
                 * In the first window, on every rank: there are no gradients, or gradients that were not multiplied by the
                   loss scale; a pipeline schedule divided gradients twice; the model has trainable parameters that no
                   optimizer has; or settings differ between ranks.

@@ -169,7 +169,7 @@ class PointerTable:
         )
 
     def _writable(self, copies: LowPrecisionOut | None) -> list[Tensor | None]:
-        """Return for each row its half-precision copy, or None if the kernels can't write it. Empty if ``copies`` is None.
+        """Return each row's half-precision copy, or None if the kernels can't write it. Empty if ``copies`` is None.
 
         The kernels write copies of one dtype, with the element order of the parameter.
         """
@@ -290,7 +290,7 @@ class ParamRows:
 def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
-    """Return for each param group its cached rows for kernels on ``device``; None if they can't be reused.
+    """Return, for each param group, its cached rows for kernels on ``device``; None if they can't be reused.
 
     While param groups hold only a bucket of the parameters (`by_bucket.holding`), no rows are reused.
     """

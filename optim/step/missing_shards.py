@@ -27,7 +27,7 @@ from ..norm.param_table import ParamTable, SteppedTensor
 
 
 class MissingShards:
-    """The update of this rank's shards without a gradient: with zeros if another shard of the parameter has a gradient.
+    """The update of this rank's shards without a gradient, with zero gradients if another shard has a gradient.
 
     Args:
         table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
@@ -48,7 +48,7 @@ class MissingShards:
         self._missing: list[tuple[SteppedTensor, int]] = []
 
     def field(self) -> dict[str, Tensor]:
-        """Return for each logical parameter this rank's number of shards with a gradient, to be summed over all ranks.
+        """Return, for each logical parameter, this rank's number of shards with a gradient, to be summed over all ranks.
 
         Call it after the gradients were reduced.
 

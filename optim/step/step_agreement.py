@@ -250,7 +250,8 @@ class NamedFacts(NamedTuple):
         facts: Settings by name.
         frozen: Names of frozen parameters. Default: none.
         thawed: Names of unfrozen parameters. Default: none.
-        without_gradient: Texts that name a parameter and its replicas on some ranks; equal on these ranks. Default: none.
+        without_gradient: One text per parameter without a gradient: its name, and the mesh coordinates that the ranks
+            with its replicas have in common. Default: none.
         error: The class name and text of this rank's error in the step. Default None: no error.
     """
 

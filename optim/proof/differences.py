@@ -283,7 +283,7 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Return ``value`` with all tensors and dtypes of lower float types in it converted to float64.
+    """Return ``value`` with float64 in place of each float32, bfloat16 and float16 tensor and dtype in it.
 
     `tree_map` is not called for a single leaf, because it is slow.
     """
@@ -385,7 +385,7 @@ class Differences:
         self.noise = max(noise, digits.noise * self.loss)
 
     def measure_noise(self, promises: Sequence[Promise]) -> None:
-        """Measure the rounding error of a loss, and increase `noise` to ten times this error if it is smaller.
+        """Measure the rounding error of a loss, and increase `noise` to ten times this error if `noise` is smaller.
 
         The error is large if the loss is a small difference of large numbers.
 

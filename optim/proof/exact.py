@@ -134,7 +134,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A difference from the dense model that was found on ``rank``. If ``rank`` is None, it concerns no single rank."""
+    """A difference from the dense model, found on ``rank``. None: the difference concerns the norm, not a single rank."""
 
     kind: str
     name: str

@@ -228,7 +228,7 @@ class Probe:
         return max(self._known.effect, *map(abs, self.products.values()))
 
     def derivative(self) -> DifferenceQuotient | None:
-        """Return the most reliable central difference; None if all are lost in rounding.
+        """Return the most reliable central difference; None if all differences are lost in rounding.
 
         It is the first difference with a small rounding error that agrees with an earlier difference. If there is none,
         it is the difference with the smallest step, because a small step contains the fewest kinks of the loss.
@@ -485,7 +485,7 @@ def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPo
 
 @dataclass(frozen=True)
 class Fault:
-    """The place of a mistake: the backward between two tensors of forward is wrong.
+    """The place of a wrong backward, given by two tensors of forward between which it lies.
 
     Args:
         wrong: The last tensor, in forward order, with a wrong gradient.

@@ -195,8 +195,8 @@ _FRACTION = 2.0**32
 def exact_parts(values: Tensor) -> Tensor:
     """Return the integer part of each value, and its fraction rounded to a multiple of 2^-32: [2, n] float64.
 
-    Sums of integer parts up to 2^53, and sums of up to a million fractions, are exact, so they are bitwise identical in
-    every order. A non-finite value has the fraction 0.
+    Sums of integer parts are exact up to 2^53, and sums of fractions for up to a million values. So these sums are
+    bitwise identical in every order. A non-finite value has the fraction 0.
 
     Args:
         values: [n] float64.

@@ -1205,7 +1205,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             print(f"{optimizer.state_hash():016x}")
 
         Two runs have the same hash if their model parameters, stepped tensors, optimizer states, loss scale and state of
-        the clipping rule are bitwise equal, also if the runs have different topologies and state placements with the same
+        the clipping rule are bitwise equal, even if the runs have different topologies and state placements with the same
         precision mode. Two different states have equal hashes with a probability of 2^-63. Parameters need names that
         are equal in both runs, and shards need a known place in the full tensor. States that the optimizer
         factors or packs per shard make the hash depend on the topology.

@@ -755,7 +755,7 @@ def _check_rank(value: object, field: str, world_size: int) -> None:
 
 
 class SharedRecord:
-    """The saved records of all ranks, from which this rank chooses its values, also on another mesh.
+    """The saved records of all ranks, from which this rank chooses its values, even on another mesh.
 
     Some values differ between the ranks that saved. For example, batch norm statistics differ between data-parallel
     ranks, and learning rates may differ between pipeline stages. This rank uses the values of the similar saved ranks.

@@ -251,7 +251,7 @@ def begin(path: Path, known: str | None) -> Path:
 
     Args:
         path: The directory of the run's checkpoints. It is created if it does not exist.
-        known: The name of the last checkpoint under ``path`` that the optimizer saved or loaded. None: there is none.
+        known: The name of the last checkpoint under ``path`` that the optimizer saved or loaded. None: no checkpoint.
     Raises:
         ValueError: There is a complete checkpoint under ``path``, and the newest one is not ``known``.
         OSError: A directory can't be created or listed.
@@ -484,7 +484,7 @@ _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
     """Return the name of the last checkpoint under ``path`` to which ``optimizer`` was saved or from which it was loaded.
 
-    None: there is none.
+    None: ``optimizer`` has no checkpoint there.
     """
     return _last.get(optimizer, {}).get(path.resolve())
 

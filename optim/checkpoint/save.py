@@ -204,7 +204,7 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
     """Write a checkpoint and return its directory. After an error, rank 0 removes the incomplete directory.
 
     ``path`` is the directory of the run's checkpoints, and ``known`` the name of the last checkpoint there that this run
-    saved or loaded. None: there is none.
+    saved or loaded. None: no checkpoint.
 
     Raises:
         ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or

@@ -629,7 +629,7 @@ class TransformChain:
     Attributes:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
             groups.
-        given: One record per model parameter that the optimizer received, also if this rank steps no shard of it.
+        given: One record per model parameter that the optimizer received, even if this rank steps no shard of it.
         frozen: Model parameters that were trained earlier, and were frozen when param groups were last added or
             refreshed. Their stepped tensors and optimizer states are kept.
         left_out: (name, parameter) pairs of frozen parameters that are not in the param groups.
@@ -958,7 +958,7 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        None: there is no such parameter. Writes that change neither the tensor's version counter nor its memory are
+        None: no such parameter was found. Writes that change neither the tensor's version counter nor its memory are
         found, such as in-place writes through ``.data``. Other writes may not be found: the next step then uses the
         written values or raises an error.
 
@@ -1024,7 +1024,7 @@ def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPo
 
 
 def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], object]:
-    """Return the transform's `step` as a function of (request, update), also if it has the deprecated form step(update)."""
+    """Return the transform's `step` as a function of (request, update), even if it has the deprecated form step(update)."""
     if len(signature(transform.step).parameters) != 1:
         return transform.step
     warn_deprecated(

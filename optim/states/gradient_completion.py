@@ -101,7 +101,7 @@ class GradientCompletion:
         Args:
             window: The accumulation window that ends.
             switch: The controller of gradient reduction with ``data_parallel``, ``overlap=True`` or
-                ``sum_order="fixed"``; None: there is none.
+                ``sum_order="fixed"``; None: no controller is needed.
         Returns:
             An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:

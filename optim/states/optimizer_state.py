@@ -291,7 +291,7 @@ class Saved:
         optimizer: The wrapped torch optimizer.
         chain: The parameter transforms.
         precision: The precision mode.
-        loss_scale: The loss scale; None: there is none.
+        loss_scale: The loss scale; None: the precision mode has no loss scale.
         model_params: The model's parameters. Loading master weights changes them.
         registry: The process groups of the mesh.
         coordinates: The coordinates of this rank.

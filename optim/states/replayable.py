@@ -216,7 +216,8 @@ def _options(optimizer: torch.optim.Optimizer) -> list[State]:
 def _differing(param: Tensor, value: Tensor, state: State, before: State) -> list[str]:
     """Return the names of the entries of ``state`` that are not bitwise equal to those of ``before``.
 
-    If ``param`` is not bitwise equal to ``value``, "parameter" is the first name.
+    Entries that are not tensors are only compared by type. If ``param`` is not bitwise equal to ``value``, "parameter" is
+    the first name.
     """
     names = [key for key in sorted({*state, *before}) if not _same_bits(state.get(key), before.get(key))]
     return names if _same_bits(param, value) else ["parameter", *names]

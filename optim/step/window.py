@@ -253,7 +253,7 @@ class Window:
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
         sync_skipped: True if gradient reduction in backward was turned off for the last micro-batch.
-        reduced: True if gradients were reduced during a backward of this window, or moved out of the parameters after one.
+        reduced: True if a backward of this window reduced gradients, or if they were then moved out of the parameters.
         pending_clip: The clipping rule of an explicit clip before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.

@@ -283,7 +283,7 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Return ``value`` with float64 in place of each float32, bfloat16 and float16 tensor and dtype in it.
+    """Return ``value`` with every float32, bfloat16 or float16 tensor and dtype in it converted to float64.
 
     `tree_map` is not called for a single leaf, because it is slow.
     """

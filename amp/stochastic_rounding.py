@@ -250,10 +250,10 @@ class StochasticRounding:
     lose small gradients. Every step adds noise of up to a unit in the last place to the weights and moments that it
     changes. Prefer `MasterWeights` if they fit into memory.
 
-    Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. The shards of a
-    parameter draw different noise if a registry is given, else identical noise. The noise of a shard depends on the
-    topology, so the same training rounds differently on another topology. meshstep's kernels (C loops on a CPU, Triton
-    kernels on a GPU) draw equal noise. Without them torch draws other noise, which may differ between GPU models.
+    Replicas draw identical noise, because the seed depends on the step and the parameter's name, not on the rank. The
+    shards of a parameter draw different noise if a registry is given, else identical noise. The noise of a shard depends
+    on the topology, so the same training rounds differently on another topology. meshstep's C loops on a CPU and Triton
+    kernels on a GPU draw equal noise. Without these kernels torch draws other noise, which may differ between GPU models.
 
     The optimizer steps once per bucket, on param groups that contain only the bucket. This is correct for optimizers
     whose states belong to single parameters or are counters in a param group: all of torch's optimizers except L-BFGS.

@@ -57,7 +57,7 @@ class GroupedLoRA(AroundBase):
 
         model.experts = GroupedLoRA(model.experts, ["up", "down"], r=8, alpha=16, registry=registry)
 
-    `add_lora` creates this module for targets that are names of such parameters.
+    `add_lora` creates this module for targets that are names of parameters with three dims.
 
     Args:
         base: The module, with parameters [experts, out, in].

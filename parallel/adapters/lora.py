@@ -82,9 +82,9 @@ class LoRA(AroundBase):
         TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: without sequence parallelism, on a column-parallel layer an all-reduce of r features per token in backward;
     on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. For other layers, see the table in
-    `meshstep.parallel.adapters.adapter_layout`. With DoRA, also those of the norms of the weight's rows, in the constructor
-    and in every forward, and in every forward those that bring the norms and the base bias into the layout of the output.
-    In the first forward with dropout, also an all-reduce over the model axes.
+    `meshstep.parallel.adapters.adapter_layout`. DoRA computes the norms of the weight's rows with further collectives, in
+    the constructor and in every forward. In every forward, DoRA also converts the norms and the base bias to the layout of
+    the output, which may need collectives. In the first forward with dropout, also an all-reduce over the model axes.
     Host synchronization: none in forward and backward, except in the first forward with dropout, and in every forward with
     DoRA if `fully_shard` was applied to the base layer itself, and reshards it after its forward.
     """
@@ -334,8 +334,9 @@ def add_lora(
 
     Args:
         model: The model. All its parameters are frozen.
-        targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. If no layer
-            has such a name, names of parameters [experts, out, in], whose modules `GroupedLoRA` replaces.
+        targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. A target
+            that matches no layer is matched with the names of parameters [experts, out, in]. `GroupedLoRA` replaces the
+            modules of these parameters.
         r, alpha, registry: As in `LoRA`.
         seed: Seed of the initial factors. Default: 0.
         **options: More arguments of `LoRA`, such as ``use_dora=True``.
@@ -345,8 +346,8 @@ def add_lora(
         ValueError: A target is the name of no module and no parameter of experts, of a layer that has an adapter, or of a
             parameter of the model itself; ``use_dora`` or ``dropout`` is given for parameters of experts; or as in `LoRA`
             and `GroupedLoRA`. The model is unchanged.
-    Collectives: none; with DoRA those of the norm of each weight. Host synchronization: none, except with DoRA for each
-    weight that `fully_shard` has sharded.
+    Collectives: none, except with DoRA, which computes the norms of each weight. Host synchronization: none, except with
+    DoRA for each weight that `fully_shard` has sharded.
     """
     wanted = [targets] if isinstance(targets, str) else [*targets]
     modules, grouped = dict(model.named_modules()), _parameters_of_experts(model)

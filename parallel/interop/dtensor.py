@@ -251,9 +251,9 @@ def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, .
 def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
     """Return the local parameter of a DTensor: a plain parameter that uses the memory of the DTensor's local tensor.
 
-    Its annotation has the layout over all axes, from the DTensor's placements and declaration. Every call returns the same
-    object for a DTensor. If the DTensor was declared, moved or frozen since the last call, the annotation, memory or
-    ``requires_grad`` of this object is updated.
+    The annotation of the local parameter has the layout over all axes, from the DTensor's placements and declaration. Every
+    call returns the same object for a DTensor. If the layout, the memory or ``requires_grad`` of the DTensor has changed
+    since the last call, the object is updated.
 
     Args:
         param: A DTensor parameter.
@@ -395,7 +395,7 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
     Args:
         param: A DTensor parameter.
-        piece: Its local parameter.
+        piece: The local parameter of ``param``.
         to_sum: Pass True if you then sum the result in place over the partial axes in the spec of ``piece``. The new
             ``param.grad``, which shares memory with the result, then has the summed gradient. Default: False.
     Returns:

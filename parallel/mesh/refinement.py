@@ -116,7 +116,7 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
 def refined(
     views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the fewest axes such that every mesh dim of several device meshes consists of one or more of them.
+    """Return the fewest axes such that every mesh dim of several device meshes consists of one or more axes.
 
     `Topology.of_meshes` describes the names of the axes. A mesh dim whose name is not the name of an axis becomes an alias
     for its axes.

@@ -539,8 +539,8 @@ class Topology(ByRole):
             # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
 
         If a mesh dim is one axis, the axis has the name of the mesh dim. If several mesh dims are the same axis, the
-        axis has the name of the first of them, and the names of the others become aliases. If an axis is only a part of
-        mesh dims, it is named after the first of these mesh dims, with its position in the mesh dim: ``data_1``.
+        axis has the name of the first mesh dim, and the names of the other ones become aliases. If an axis is only a part
+        of mesh dims, it is named after the first of these mesh dims, with its position in the mesh dim: ``data_1``.
 
         Args:
             meshes: torch's device meshes with names of mesh dims, in the same order on all ranks of the world.

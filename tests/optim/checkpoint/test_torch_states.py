@@ -353,3 +353,31 @@ def test_torch_states_of_optimizer_without_states_keep_split_masters() -> None:
         assert not torch.equal(before, weight.float())
         TorchStates(optimizer)
         assert torch.equal(optimizer.state_dict()["meshstep"]["weights"]["masters"][0], before)
+
+
+class CountedDescent(torch.optim.Optimizer):
+    """Gradient descent that counts its steps per parameter, in a Python number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["count"] = self.state[param].get("count", 0) + 1
+                param -= group["lr"] * param.grad
+
+
+def test_torch_states_save_and_load_states_that_are_python_numbers() -> None:
+    def run() -> tuple[nn.Parameter, ParallelOptimizer[Any]]:
+        weight = nn.Parameter(torch.ones(3))
+        annotate(weight, P(), "weight")
+        descent = CountedDescent([("weight", weight)], {"lr": 0.1})
+        return weight, ParallelOptimizer(descent, ProcessGroupRegistry(Topology()))
+
+    weight, optimizer = run()
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(weight.sum())
+        optimizer.step()
+    _, resumed = run()
+    TorchStates(resumed).load_state_dict(TorchStates(optimizer).state_dict())
+    assert [state["count"] for state in resumed.optimizer.state.values()] == [2]

@@ -261,7 +261,7 @@ class Fp8(Precision):
         names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_UNSUPPORTED))]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
-                shown = ", ".join(name or "''" for name in names[:10])  # '' is the name of the model itself
+                shown = some([name or "''" for name in names], 10)  # '' is the name of the model itself
                 write = f"choose from {shown}" if names else "the model has none, so leave exclude out"
                 raise ValueError(f"exclude={pattern!r} matches no linear layer; {write}")
 

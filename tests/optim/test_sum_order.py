@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from dense import collectives
 from fixed_order_runs import CLIPS, FixedRun, resumed, trained
+from meshstep.amp import Bf16
 from meshstep.optim import SOAP, Adaptive, Bf16Compression, ByNorm, Clip, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
 from meshstep.optim.gradients.fixed_order import (
@@ -438,3 +439,20 @@ def error_of_one_stage() -> bool:
                 states=Sharded("fsdp", gradients=True),
             )
     return True
+
+
+@pytest.mark.parametrize("order", ["any", "fixed"])
+def test_gradients_keep_the_dtype_of_half_precision_parameters(order: Any) -> None:
+    """Fixed-order sums are float32, but a bfloat16 parameter without float32 gradients accepts a bfloat16 gradient only."""
+    precision = Bf16(main_grads=False)
+    model = precision.prepare(nn.Linear(3, 2))
+    declare(model, {"*": P()})
+    nn.init.ones_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = ParallelOptimizer(
+        sgd, ProcessGroupRegistry(Topology()), precision=precision, accumulation_steps=1, sum_order=order
+    )
+    optimizer.backward(model(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    optimizer.step()
+    assert model.weight.grad is None or model.weight.grad.dtype == torch.bfloat16
+    assert model.weight.tolist() == [[0.5] * 3] * 2

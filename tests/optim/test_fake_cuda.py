@@ -285,11 +285,7 @@ def test_only_second_step_synchronizes_with_host_and_only_if_weights_have_copies
 
 def waits_unsaid(log: Log, placed: str) -> list[str]:
     """Return the waits, without those that `Offloaded` needs if ``placed`` contains it."""
-    said = (
-        "synchronize optim/states/offloaded.py",
-        "synchronize optim/states/offloaded.py",
-        "synchronize optim/step",
-    )
+    said = ("synchronize optim/states/offloaded.py", "synchronize optim/step")
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 
 

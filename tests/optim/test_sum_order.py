@@ -445,8 +445,8 @@ def error_of_one_stage() -> bool:
 def test_gradients_keep_the_dtype_of_half_precision_parameters(order: Any) -> None:
     """Fixed-order sums are float32, but a bfloat16 parameter without float32 gradients accepts a bfloat16 gradient only."""
     precision = Bf16(main_grads=False)
-    model = precision.prepare(nn.Linear(3, 2))
-    declare(model, {"*": P()})
+    model = nn.Linear(3, 2)
+    declare(precision.prepare(model), {"*": P()})
     nn.init.ones_(model.weight)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     optimizer = ParallelOptimizer(

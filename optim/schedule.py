@@ -876,8 +876,8 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
         raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give a schedule of torch or meshstep")
     if scheduler.optimizer is not optimizer:
         raise ValueError(
-            f"{type(scheduler).__name__} was created with another {type(scheduler.optimizer).__name__} than the given "
-            "optimizer: create the schedule with the torch optimizer that you give to boost"
+            f"{type(scheduler).__name__} was created with an optimizer of type {type(scheduler.optimizer).__name__} that "
+            "is not the given one: create the schedule with the torch optimizer that you give to boost"
         )
     found = [scheduler]
     for value in vars(scheduler).values():

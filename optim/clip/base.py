@@ -237,8 +237,10 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
     check_scalar(value, name)
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
-        without = "math.inf: this group is not clipped" if infinite else "an optimizer with max_norm=None does not clip"
-        raise ValueError(f"{name}={value}: give a finite number > 0, for gradients without the loss scale ({without})")
+        without = "math.inf, so that the group is not clipped" if infinite else "None, to turn clipping off"
+        raise ValueError(
+            f"{name}={value}: give a finite number > 0, for gradients divided by the loss scale; or {without}"
+        )
 
 
 def check_positive(value: float, name: str) -> None:

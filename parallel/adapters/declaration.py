@@ -121,8 +121,8 @@ def declare_adapters(
     saved = list(saved_modules(model))
     if not decided and not saved:
         raise ValueError(
-            f"{type(model).__name__} has no adapter: no module has lora_A and lora_B, or A and B beside one layer; add the "
-            "adapters before this call"
+            f"found no adapter in {type(model).__name__}: expected layers of PEFT or add_lora, or a module with two "
+            "factors, such as lora_A and lora_B or A and B, and exactly one other layer; add the adapters before this call"
         )
     for name, (param, spec, full_shape) in decided.items():
         if not has_dtensors((param,)):
@@ -397,8 +397,8 @@ def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> Adap
     spec = weight_spec(getattr(adapter.base, module.parameter_name), registry.topology, parameter)
     if spec.sharded_axes and registry.size(*spec.sharded_axes) > 1:
         raise ValueError(
-            f"{parameter} is {spec}, and PEFT's adapters of several experts in one parameter (target_parameters) do not "
-            "fit its shards; use add_lora of meshstep.parallel with the name of this parameter"
+            f"{parameter}, a parameter of several experts, is sharded ({spec}), but PEFT's adapter of such a parameter "
+            "(target_parameters) has the size of the full parameter; use add_lora of meshstep.parallel with its name"
         )
     return AdapterLayout(registry, adapter.first.size(1), adapter.second.size(0), P(), P())
 

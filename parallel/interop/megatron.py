@@ -263,8 +263,8 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
     if axes is None:
         raise ValueError(
             f"{name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of {registry.topology!r} have "
-            "these ranks; create the registry with registry_of(), or list the axes in the order of Megatron's ranks, "
-            "slowest first"
+            "these ranks; create the registry with meshstep.parallel.interop.megatron.registry_of(), or list the axes in "
+            "the order of Megatron's ranks, slowest first"
         )
     return axes
 

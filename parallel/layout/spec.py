@@ -274,7 +274,8 @@ def _by_axis(
     elif [*sizes.values()] != [topology.size(atom) for atom in others]:
         raise ValueError(
             f"owned={{{axis!r}: {at!r}}}: {axis!r} is {_sized(axes, topology)}, but {at!r} is {_sized(others, topology)}; "
-            "an alias can only follow axes of the same sizes in the same order: name axes of the topology instead"
+            "the owner's coordinates along the first are those along the second, so both must consist of axes of the same "
+            "sizes in the same order: name single axes of the topology instead"
         )
     else:
         yield from zip(axes, others, strict=True)

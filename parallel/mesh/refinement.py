@@ -250,5 +250,7 @@ def _atoms_by_name(parts: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[str
     found: dict[str, tuple[int, ...]] = {}
     for (_, name), atoms in parts.items():
         if found.setdefault(name, atoms) != atoms:
-            raise ValueError(f"{name!r} is the name of dims of two meshes with different ranks; rename one of the dims")
+            raise ValueError(
+                f"two meshes have a dim named {name!r}, but these dims group different ranks; rename one of the dims"
+            )
     return found

@@ -465,7 +465,7 @@ def raise_on_one_rank_only(folder: Path) -> Outcome:
         return attempt(script, call)
 
 
-def test_wrong_argument_check_fails_if_other_rank_gets_no_reply(world: World, tmp_path: Path) -> None:
+def test_helper_check_detects_error_raised_on_one_rank_only(world: World, tmp_path: Path) -> None:
     outcomes = world.run(2, raise_on_one_rank_only, tmp_path)
     world.close()  # a process group in which a rank got no reply is unusable
     assert "got no reply" in outcomes[0].error

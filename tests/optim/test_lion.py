@@ -187,7 +187,9 @@ def test_clipped_lion_step_with_masters_needs_no_host_synchronization(precision:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lion_step_on_cuda_needs_no_host_synchronization_and_few_kernels(dtype: torch.dtype) -> None:
+def test_lion_step_on_cuda_needs_no_host_synchronization_and_at_most_one_kernel_per_parameter(
+    dtype: torch.dtype,
+) -> None:
     """The tensors are fake CUDA tensors. `tests/gpu/test_gpu_capture.py` steps Lion on a GPU."""
     with fake_cuda() as logging:
         params = [nn.Parameter(torch.ones(6, 2, device="cuda", dtype=dtype)) for _ in range(40)]

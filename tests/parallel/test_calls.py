@@ -438,7 +438,7 @@ class EndingStore:
         return json.dumps((1, "in save_checkpoint (its 1st)"))
 
 
-def test_timeout_error_uses_replies_received_before_the_store_closed(
+def test_timeout_error_lists_calls_of_ranks_that_replied_before_store_closed(
     calling: Calling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering: Any = object.__new__(answers_module.Answering)

@@ -90,7 +90,7 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
         (
             4,
             {("dp", "tp"): row_major(2, 2), ("tp", "x"): row_major(2, 2)},
-            "'tp' is the name of dims of two meshes with different ranks",
+            "two meshes have a dim named 'tp', but these dims group different ranks",
         ),
     ],
 )

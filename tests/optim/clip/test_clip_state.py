@@ -518,7 +518,7 @@ def test_clip_grad_norm_requires_clip_state_for_rules_other_than_by_norm(rule: A
         (
             AdaGC(max_norm=-1.0),
             ValueError,
-            r"max_norm=-1.0: give a finite number > 0, for gradients without the loss scale",
+            r"max_norm=-1.0: give a finite number > 0, for gradients divided by the loss scale",
         ),
         (SkipSpikes(1.0), ValueError, r"factor=1.0: give a number > 1"),
         (SkipSpikes(warm_up=5, window=4), ValueError, "the window never has 5 norms"),

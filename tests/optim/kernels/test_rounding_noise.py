@@ -38,7 +38,7 @@ def test_plain_philox_matches_published_vectors() -> None:
         assert philox(key, torch.tensor(counter).view(4, 1)).flatten().tolist() == words(key, counter)
 
 
-def test_rounding_noise_is_uniform_and_depends_on_key_number_and_steps() -> None:
+def test_rounding_noise_is_uniform_and_depends_on_key_and_tensor_number_and_step() -> None:
     numel = 100_000
     first = noise_of(5, 0, 0, numel)
     for others in ((6, 0, 0), (5, 1, 0), (5, 0, 1), (5, 0, 2**32)):

@@ -106,7 +106,7 @@ def test_prove_does_not_find_undeclared_tie_of_unequal_values(world: World) -> N
     assert (proof.is_correct, proof.hints) == (True, ())
 
 
-def test_prove_accepts_parameters_of_one_name_owned_by_their_stages(world: World) -> None:
+def test_prove_accepts_equally_named_parameters_that_each_stage_owns(world: World) -> None:
     proof, layouts = results(world, "owned, equal biases")
     assert proof.is_correct, proof
     assert {layout.rules["inner.0.bias"] for layout in layouts} == {P()}

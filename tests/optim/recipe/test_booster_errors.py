@@ -82,7 +82,7 @@ def other_schedule() -> Any:
         (
             ValueError,
             lambda: {"lr_scheduler": other_schedule()},
-            "StepLR was created with another SGD than the given optimizer",
+            "StepLR was created with an optimizer of type SGD that is not the given one",
         ),
         (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give a schedule of torch or meshstep"),
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),

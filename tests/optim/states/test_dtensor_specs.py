@@ -88,7 +88,7 @@ def strided(split_factor: int) -> str:
     ("split_factor", "text"),
     [(2, "P(('tensor', 'data'))"), (3, "with split factor 3 doesn't fit"), (4, "with split factor 4 doesn't fit")],
 )
-def test_split_factor_of_strided_shard_must_be_a_product_of_mesh_sizes(
+def test_split_factor_of_strided_shard_must_be_product_of_sizes_of_later_mesh_dims(
     world: World, split_factor: int, text: str
 ) -> None:
     for found in world.run(4, strided, split_factor):

@@ -647,7 +647,7 @@ def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
     optimizer.registry.close()
 
 
-def test_weights_written_before_first_three_steps_warn_in_the_third() -> None:
+def test_changing_weights_before_each_of_first_three_steps_warns_in_third_step() -> None:
     weight, optimizer = one_weight(steps=0)
     write_and_step(weight, optimizer)
     write_and_step(weight, optimizer)

@@ -98,7 +98,7 @@ TOLERANCE = {
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", TOLERANCE)
-def test_zero1_and_zero2_match_replicated_steps_in_every_precision(world: World, mode: str) -> None:
+def test_zero1_and_zero2_match_replicated_steps_in_precision_modes(world: World, mode: str) -> None:
     clip = {"max_norm": 0.3}
     expected, norms, _ = world.run(4, train, BOTH, mode, "adamw", 10, clip)[0]
     for options in (ZERO1, ZERO2):

@@ -49,7 +49,10 @@ class SplitSequence:
         return all_to_all(x, self.registry, *self.axes, split_dim=-2, concat_dim=-3, split_sizes=self.sizes(x.size(-2)))
 
     def last(self, own: Tensor, tokens: int) -> Tensor:
-        """Return the last token of each sequence [batch, ...] on every rank, from [batch, own token, ...]."""
+        """Return the values at the last token of each sequence, [batch, ...], on every rank.
+
+        ``own`` has the values at this rank's tokens, [batch, own token, ...]. ``tokens`` is the full sequence length.
+        """
         if not self.axes:
             return own[:, -1]
         mine = own[:, -1] if own.size(1) else torch.zeros_like(own.sum(1))

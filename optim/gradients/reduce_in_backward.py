@@ -216,11 +216,11 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 # Deadlocks between reductions during backward and the model's collectives ---------------------------------------------
 
 # Backward may compute no gradient of a parameter on some ranks. Such a rank starts the reduction of the parameter's
-# bucket only at the end of backward. Suppose that this rank, during backward, waits for a second rank in a collective
-# of the model, while the second rank waits for the first rank in the reduction. That is a deadlock. So if ranks that
-# take part in the same collectives of the model may lack different gradients, all reductions start at the end of
-# backward. Ranks whose shards have unequal sizes fill different buckets, so buckets with the layouts of such shards are
-# also reduced at the end of backward.
+# bucket only at the end of backward. Suppose that this rank, during backward, waits for a second rank in a collective of
+# the model, while the second rank waits for the first rank in the reduction. That is a deadlock. So if a parameter may
+# have a gradient on some of the ranks that take part in the same collectives of the model, and none on others, all
+# reductions start at the end of backward. Ranks whose shards have unequal sizes fill different buckets, so buckets with
+# the layouts of such shards are also reduced at the end of backward.
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:

@@ -43,7 +43,7 @@ STEPS = 5
 HOW = ("homes", "homes, on Gram", "summed", "summed at homes")
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
-# One core ---------------------------------------------------------------------------------------------------------------
+# First command: both forms on one core ---------------------------------------------------------------------------------
 
 
 def seconds(functions: list[Callable[[], object]], rounds: int) -> list[float]:
@@ -89,7 +89,7 @@ def forms(widths: list[int], aspects: list[float], rounds: int) -> None:
                 )
 
 
-# Sharded ----------------------------------------------------------------------------------------------------------------
+# Second command: sharded matrices --------------------------------------------------------------------------------------
 
 
 def weights(registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int) -> dict[str, nn.Parameter]:

@@ -112,7 +112,7 @@ def import_edges(root: Path) -> set[ImportEdge]:
         for level, module, names in imported(ast.parse(text_of(root, name))):
             above = Path(name).parts[:-level] if level else ()
             whole = ".".join((*above, module) if module else above).removeprefix("meshstep.")
-            # `from .part import thing`: the thing is a file of the part, or a name in its __init__.
+            # `from .part import thing`: `thing` is a module in the folder `part`, or a name in part.py or part/__init__.py.
             targets = {modules.get(f"{whole}.{thing}", modules.get(whole)) for thing in names or ("",)}
             found |= {(name, target) for target in targets if target is not None and target != name}
     return found

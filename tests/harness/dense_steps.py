@@ -1,8 +1,8 @@
 """The dense reference of a drawn configuration: full parameters, in float64, computed element by element.
 
-It does not use groups, buckets, shards or accumulation windows, only the definitions. These are: the losses over which an
-element's gradient is summed, the divisor of this sum, the rule that a step leaves out a parameter without a gradient, and
-the optimizers' formulas.
+It uses none of the library's process groups, buckets, sharded tensors and window objects, only the definitions. These
+are: the losses over which an element's gradient is summed, the divisor of this sum, the rule that a step leaves out a
+parameter without a gradient, and the optimizers' formulas.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ VIEWS = (
 )
 _OF_ONE = {getattr(torch.ops.aten, name) for name in VIEWS.split()}
 
-# The result of an operator: either the index of an argument, or shape, strides, dtype and device of a new tensor.
+# The result of an operator: either an index into the list of the arguments' tensors, or shape, strides, dtype and device
+# of a new tensor.
 _Made = int | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 _MADE: dict[tuple[Any, ...], tuple[Callable[[Sequence[Tensor]], Any], list[_Made]]] = {}
 
@@ -95,7 +96,7 @@ def _described(tree: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
     for leaf in tree:
         kind = type(leaf)
         if kind is FakeTensor:
-            if leaf.constant is not None:  # torch computes with its value
+            if leaf.constant is not None:  # torch may compute with this constant, which the key does not contain
                 return False
             key += (leaf.dtype, leaf.fake_device, leaf.shape, leaf.stride())
             tensors.append(leaf)

@@ -512,7 +512,7 @@ def matches(shown: str, text: str) -> bool:
     return re.search(".*".join(parts), text, re.DOTALL) is not None
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The page docs/reference/MISTAKES.md ----------------------------------------------------------------------------------
 
 
 def section(mistakes: Iterable[Mistake]) -> str:

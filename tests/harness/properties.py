@@ -70,7 +70,7 @@ def random_cases(
 
         def draw(check: Callable[[C], None], from_seed: int, database: ExampleDatabase) -> None:
             @settings(max_examples=number_of_cases(count), phases=phases, database=database)
-            @seed(from_seed)  # must precede the settings: it would remove their database
+            @seed(from_seed)  # is applied before `settings`, because it sets database=None
             @given(case=strategy)
             def each(case: C) -> None:
                 check(case)

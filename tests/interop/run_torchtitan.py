@@ -96,7 +96,7 @@ def on_cpus() -> None:
     """Replace the parts of torchtitan that need a GPU.
 
     These are: memory statistics; an attention kernel without a backward on CPUs; two collectives that gloo does not
-    support, a reduction with PREMUL_SUM and an all-to-all of unequal sizes; and a barrier with device ids.
+    support, a reduction with PREMUL_SUM and `all_to_all` of lists of unequal tensors; and a barrier with device ids.
     """
 
     class NoMemory:

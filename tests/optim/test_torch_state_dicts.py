@@ -70,7 +70,8 @@ def test_state_dict_of_every_torch_optimizer_resumes_bitwise(
 
 
 def content(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Drop names, which are optional, and coordinates, which have another type in a copy."""
+    """Return the state dict with the names and coordinates set to None, for comparisons: names are optional, and the
+    coordinates of a copied state dict have another type."""
     groups = [{**group, "param_names": None} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups, "meshstep": {**state_dict["meshstep"], "coordinates": None}}
 

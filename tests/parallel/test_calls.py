@@ -508,12 +508,16 @@ PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
 
 
 def printed(*fates: str) -> list[str]:
-    """Return the stdout of each rank whose fate is ``step``; rank 0 hosts the store."""
+    """Return only the stdouts of `printed_and_logged`."""
     return [out for out, _ in printed_and_logged(*fates)]
 
 
 def printed_and_logged(*fates: str) -> list[tuple[str, str]]:
-    """Return stdout and stderr of each rank whose fate is ``step``; rank 0 hosts the store."""
+    """Start one process of out_of_step.py per item of ``fates``, and return stdout and stderr of those with "step".
+
+    An item says what the rank does after two training steps: "step", "evaluate" or the name of a signal. Rank 0 hosts the
+    store.
+    """
     port = free_port()
     processes: list[Forked] = []
     for rank in range(len(fates)):

@@ -368,7 +368,7 @@ def refused(kind: str) -> str:
     ("kind", "says"),
     [
         ("sharded", "overlap=True does not work with Sharded"),
-        ("nothing to reduce", "nothing to reduce"),
+        ("nothing to reduce", "so backward has none to reduce; leave out one of the two arguments"),
         (
             "module",
             "overlap=True with data_parallel=DistributedDataParallel: the module reduces gradients during backward",

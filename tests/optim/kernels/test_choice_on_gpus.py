@@ -48,7 +48,10 @@ def gpu(
     available: bool = True,
     runs_on: str = "cuda",
 ) -> Iterator[Any]:
-    """Simulate a GPU on which the Triton kernels have the given result."""
+    """Simulate a GPU whose Triton kernel of powers returns ``powers``, or raises it if it is an exception.
+
+    Assert that each call that switches off torch's sync debug mode is followed by one that restores the mode 2.
+    """
     kernels, full = Kernels(powers, runs_on), torch.full
     choice._tried.clear()
     with (

@@ -127,8 +127,8 @@ def test_fsdp2_step_without_mark_last_micro_batch_raises(world: World, explicit:
 
 
 def abandoned() -> tuple[str, float, float]:
-    """Return the error of zero_grad inside a window, the gradient of a batch, and that gradient after ignoring the
-    error."""
+    """Return the error of `zero_grad` in an unfinished window, and twice the summed local gradient of the same batch: in a
+    clean run, and after the error was ignored."""
     with registry_of((("data", 2),)) as registry:
         net = sharded_net(registry)
         weight: Any = net.layers[0].weight

@@ -76,7 +76,7 @@ def norm_of(counts: Counts, how: str, kind: str, masks: bool = True) -> float:
 
 
 def dense_norm(counts: Counts) -> float:
-    """Return the norm of the mean over all samples that count, without meshstep."""
+    """Return the gradient norm of the mean output over all samples with a weight above 0, computed by plain torch."""
     net = Net().double()
     parts = [rows_of(rank, micro, n) for rank, of in enumerate(counts) for micro, n in enumerate(of) if n]
     net(torch.cat(parts)).mean().backward()

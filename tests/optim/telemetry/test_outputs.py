@@ -195,7 +195,7 @@ def test_output_files_escape_control_characters_in_names(kind: Any, tmp_path: Pa
     assert len(lines) == (1 if kind is JsonLines else 2)
     assert all(line.isprintable() for line in lines)
     assert r"\x1b]0;title" in lines[0].replace("\\\\", "\\")
-    with kind(path) as file:  # reads the header again
+    with kind(path) as file:  # a new CsvFile reads the header of the existing file
         file(report(2, figures=NAMES))
     assert len(path.read_text().splitlines()) == len(lines) + 1
 

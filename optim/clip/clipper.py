@@ -452,7 +452,7 @@ class GradientClipper:
             RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
         Collectives: as `GlobalNorm` (one with ``reduction="packed"``) or `ExactNorm` (up to two). After a
-            change of the rule that needs another collective, they run twice, with one more host synchronization.
+            change of the rule that needs another collective, up to twice, with one more host synchronization.
         Host synchronization: by ``commit=``, as `GlobalNorm`, and one if ``checks`` run.
         """
         vote = self.vote if earlier is None else None

@@ -174,8 +174,8 @@ def _name(listed: OneShotParams, index: int) -> str:
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
 # A rule with factors per parameter, named group or unit needs a plan, which assigns shards to logical parameters. A
-# `ParallelOptimizer` has a plan. Functions of this module make one in the first call with a `ClipState`, and compare it
-# over all ranks.
+# `ParallelOptimizer` has a plan. `clip_grad_norm_` makes one in the first call with a `ClipState`, and compares it over
+# all ranks.
 
 
 class StatefulClipper:

@@ -450,7 +450,7 @@ class Units:
             regions: For each entry the part of the full tensor that this rank holds; None if it is not known.
             unit_dim: As in `UnitDim`. Default: 0, the rows of each weight.
         Raises:
-            ValueError: A parameter has shards of unequal sizes, or has two or more dims but not the given one.
+            ValueError: The full shape of a parameter is unknown, or a parameter has two or more dims but not the given one.
         """
         dims = tuple(
             _dim_of(name, shape, unit_dim)

@@ -127,7 +127,7 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The data about one rank's plan that `agree` compares over ranks.
+    """The data about one rank's plan that `agree` compares or combines over ranks.
 
     The parameters of a rank are divided into sets: all parameters of a set are held by the same ranks.
 

@@ -1,6 +1,6 @@
-"""`prove` on the models of the examples: each layout, experts, and the pipeline schedules of torch.
+"""`prove` on models of the examples: several layouts, experts, and pipeline schedules of torch.
 
-`prove` accepts all models, and finds one planted mistake in each.
+`prove` accepts these models, and finds one planted mistake in each.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def test_rules_match_dense_model_in_every_configuration(world: World, name: str)
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all options"])
 def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
-    """The precisions and state placements differ from those of test_clip_rules_on_norm_sequences.py."""
+    """test_clip_rules_on_norm_sequences.py has no offload, master weights, loss scale or weighted micro-batches."""
     config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
     by_rank = world.run(config.ranks, trained, config, list(rules.values()))
     for index, (label, rule) in enumerate(rules.items()):
@@ -340,7 +340,7 @@ def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
     return found
 
 
-def test_every_rule_needs_one_collective_per_step(world: World) -> None:
+def test_each_rule_needs_one_collective_per_step_after_first_step(world: World) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     for by_rule in world.run(2, counted, CONFIGS["tensor"], list(rules.values())):
         for (label, rule), counts in zip(rules.items(), by_rule, strict=True):
@@ -362,7 +362,7 @@ class Unclipped(Clip):
 
 
 def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
-    """Return an error for each rule whose step synchronized with the host."""
+    """Return an error for each rule with which a step after the first one synchronized the host."""
     found = []
     with ProcessGroupRegistry(LAYOUTS[config.layout].topology) as registry:
         for rule in rules:
@@ -384,7 +384,7 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
-def test_step_with_any_rule_needs_no_host_synchronization(world: World, name: str) -> None:
+def test_steps_after_first_need_no_host_synchronization_with_each_rule(world: World, name: str) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     assert world.run(2, reads, CONFIGS[name], list(rules.values()), True) == [[], []]
 
@@ -395,8 +395,11 @@ def test_step_with_unfused_optimizer_synchronizes_with_host(world: World) -> Non
 
 
 def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], bool, int]]:
-    """Put a NaN into a gradient of the last rank in the second step. Return for each rule which steps were skipped,
-    whether the skipped step left all state unchanged, and the count of skipped steps."""
+    """Put a NaN into a gradient of the last rank in the second step.
+
+    Return for each rule `found_inf` per step, whether that step left weights and optimizer states unchanged and the
+    final weights are finite, and the count of skipped steps.
+    """
     found = []
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:

@@ -220,7 +220,7 @@ def assert_as_expected(told: Told, want: Expected, label: str) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_stateful_rules_match_published_formulas_on_every_layout(world: World, name: str) -> None:
+def test_stateful_rules_match_published_formulas_on_several_layouts(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, on_traces, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
@@ -234,7 +234,7 @@ def test_stateful_rules_match_published_formulas_on_every_layout(world: World, n
 
 def test_planted_norms_make_rules_clip_or_skip_in_some_steps_only() -> None:
     """`SkipSpikes` rules skip some of the steps with a spike and no others. The other rules skip no step, and clip in
-    some steps but not in all; two rules with a threshold per parameter are exempt."""
+    some steps but not in all. The rules "named" and "warm-up, by parameter" may clip in all steps."""
     for label, rule in RULES.items():
         want = expected(rule, CONFIGS["one rank"])
         found = {step for step, skipped in enumerate(want.skipped) if skipped}

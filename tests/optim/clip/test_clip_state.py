@@ -1,4 +1,4 @@
-"""State of clipping rules: when it changes, how it is saved and loaded, and which rules are rejected on every rank."""
+"""State of clipping rules: when it changes, and how it is saved and loaded. Rules that are rejected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sgd(model: Planted) -> torch.optim.Optimizer:
 
 
 def give_gradients(model: Planted, size: float = 1.0) -> None:
-    """Set gradients that are complete and equal on every rank, so that no reduction is needed."""
+    """Set all elements of all gradients to ``size``."""
     for param in model.parameters():
         param.grad = torch.full_like(param, size)
 
@@ -496,7 +496,7 @@ class ByWeightNorm(Clip):
         (ByWeightNorm(), "ByWeightNorm needs norms of weights"),
     ],
 )
-def test_clip_grad_norm_requires_clip_state_for_rules_other_than_by_norm(rule: Any, why: str) -> None:
+def test_clip_grad_norm_raises_if_rule_needs_clip_state(rule: Any, why: str) -> None:
     model = Planted(LAYOUTS["one rank"], 0)
     give_gradients(model)
     with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
@@ -568,7 +568,7 @@ class LongestOfEach(Clip):
         return ClipResult(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
 
 
-def test_custom_rule_without_decide_or_with_state_missing_in_initial_raises() -> None:
+def test_custom_rule_without_methods_or_with_state_missing_in_initial_raises() -> None:
     with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):

@@ -1,8 +1,8 @@
-"""Clip rules that 14 repositories wrote by hand for models on several device meshes.
+"""Clip rules that 14 repositories wrote by hand for models on device meshes.
 
 Each case builds a layout that the repository clips, and applies the repository's rule, written anew from its description.
-Where the rule once had a mistake, the rule here has it too, and the test asserts the wrong norm that follows from it.
-`clip_grad_norm_` without a registry must give the norm of the dense gradients.
+Where the rule once had a mistake, the rule here has it too, and the test asserts its result: a wrong norm, unscaled
+gradients or an error. `clip_grad_norm_` without a registry must clip by the norm of the dense gradients.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class Repository:
 
     Attributes:
         documented: The thread, commit or file that describes the rule.
-        layout: Builds the layout, which its docstring describes.
+        layout: Adds the parameters to a model, and returns the meshes.
         names: The parameters of the layout, over all ranks.
         mistake: The mistake that the rule once had; empty if it had none.
         rule: The rule with its mistake.

@@ -134,7 +134,7 @@ LAYOUTS = ["data x tensor", "data x sequence parallel", "data x pipe, tied", "a 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_overlap_keeps_training_bitwise_identical_on_every_layout(world: World, name: str) -> None:
+def test_overlap_keeps_training_bitwise_identical_on_several_layouts(world: World, name: str) -> None:
     runs: list[list[Run]] = []
     for overlap in (False, True):
         options = {"max_norm": 0.4, "overlap": overlap, "bucket_bytes": SMALL}

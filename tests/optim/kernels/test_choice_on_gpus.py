@@ -149,7 +149,7 @@ def test_eager_step_reserves_pinned_memory_for_pointer_tables_of_four_captured_s
     assert made == 5 + 2 + 2 * 97 + 3
 
 
-def test_pointer_tables_of_captured_graphs_use_separate_pinned_memory_and_raise_if_exhausted() -> None:
+def test_captured_pointer_tables_use_separate_parts_of_pinned_memory_until_exhausted() -> None:
     tables = Tables()
     tables._for_graphs = torch.zeros(7, dtype=torch.int64)
     first = tables._pinned_for_a_graph(torch.tensor([[1, 2], [3, 4]]))

@@ -55,10 +55,10 @@ def wrong(everything: Sequence[Drawn]) -> list[str]:
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_all_sizes_and_addresses(
+def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_many_sizes_and_addresses(
     variant: str, steps: int
 ) -> None:
-    """One call rounds all tensors, at all addresses modulo 16 bytes."""
+    """One call rounds all tensors, at several addresses modulo 16 bytes."""
     everything = []
     for index, (numel, offset) in enumerate(product(SIZES, (0, 1, 3))):
         sources = [moved(values((numel,), 10 * index + number), offset) for number in range(2)]
@@ -100,7 +100,7 @@ def test_compiled_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() 
     assert torchs_threads() is not None  # otherwise the loops never use torch's threads
 
 
-def test_compiled_rounding_draws_noise_in_row_major_order_for_all_strides() -> None:
+def test_compiled_rounding_draws_noise_in_row_major_order_for_strided_tensors() -> None:
     source = values((40, 61), 1)
     turned, strided = source.t().contiguous().t(), torch.stack([source, source], -1)[..., 0]
     pairs = [

@@ -58,7 +58,7 @@ def test_compiled_update_matches_float64_reference(
 @pytest.mark.parametrize("rule", [Adam(1e-3), Adam(1e-3, weight_decay=0.1, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_compiled_adam_updates_in_every_dtype_are_bitwise_identical_for_all_loop_variants(
+def test_compiled_adam_updates_are_bitwise_identical_for_all_loop_variants(
     rule: Rule, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     results = list[list[Tensor]]()

@@ -63,7 +63,7 @@ def is_reproducible(ptx: str) -> bool:
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=["Adam", "SGD"])
-def test_triton_update_kernels_compile_to_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
+def test_triton_update_kernels_use_only_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
     """The kernel for unaligned addresses has no vector loads or stores, which would be errors on the GPU."""
     from meshstep.optim.kernels import triton_kernels
 

@@ -163,7 +163,7 @@ def test_triton_update_does_not_depend_on_addresses(interpreted: Interpreted, ru
 
 
 def hints() -> tuple[set[int], set[int]]:
-    """Return the alignments that the kernels promise to the compiler, for aligned and for unaligned tensors.
+    """Return the alignments that the kernels promise to the compiler: for updates at offset 0, and for all other calls.
 
     Assert that each promise is true.
     """

@@ -71,7 +71,7 @@ def test_replica_declared_as_sharded_raises_on_every_rank(world: World, case: st
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_equal_shards_check_accepts_unequal_or_inconclusive_shards(world: World, case: str) -> None:
+def test_first_step_accepts_unequal_inconclusive_or_uncompared_shards(world: World, case: str) -> None:
     assert world.run(4, first_step, *RIGHT[case]) == [""] * 4
 
 
@@ -91,7 +91,7 @@ def test_owner_only_parameters_are_not_compared_as_shards(world: World) -> None:
     assert world.run(4, owned_experts) == ["stepped"] * 4
 
 
-def test_equal_shards_check_ignores_parameters_without_local_data() -> None:
+def test_equal_shards_check_ignores_parameters_compared_on_no_rank() -> None:
     topology = Topology(tensor=2)
     plan = ReductionPlan(topology, 0, (), (), parameter_names=("equal", "unheld", "different"))
     totals = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 2.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Tensor hashes: a changed bit changes the hash."""
+"""Hashes of tensors' bits (`TensorHash`). Without ``exact``, all NaNs have one hash, and -0 has the hash of 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
 def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     """Any bit may be flipped; the lowest bit of the first element and the highest bit of the last element are drawn more
-    often. The tensor may be all zeros, so that the sign of a zero may change, or end in NaN."""
+    often. Of a bool tensor, only the lowest bit of the first element is flipped. The tensor may be all zeros, so that
+    the sign of a zero may change, or end in NaN."""
     tensor = torch.zeros(size).to(dtype) if data.draw(st.booleans()) else torch.randn(size).to(dtype)
     if dtype.is_floating_point and data.draw(st.booleans()):
         tensor[-1] = torch.nan

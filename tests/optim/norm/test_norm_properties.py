@@ -1,4 +1,4 @@
-"""The global norm equals the dense float64 norm on every layout, and is bitwise identical on all ranks."""
+"""The global norm equals the dense float64 norm on random meshes and layouts, and is bitwise identical on all ranks."""
 
 from __future__ import annotations
 

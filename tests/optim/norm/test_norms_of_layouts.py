@@ -1,4 +1,4 @@
-"""Global norms with replicas, tied parameters and non-finite elements, and the reduction plans of these layouts."""
+"""Global norms with replicas, tied parameters, and tiny or non-finite elements; contents of reduction plans."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_strided_tensor_is_flattened_in_row_major_order() -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_batched_power_sums_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: torch.dtype) -> None:
-    """The GPU operators run on the CPU, with empty gradients and values near the limits of the dtype."""
+    """The GPU operators run on the CPU, with empty gradients and a value near the smallest normal number of the dtype."""
     grads = [
         torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
     ]

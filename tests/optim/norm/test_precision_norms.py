@@ -165,7 +165,7 @@ def test_norms_and_clipping_with_loss_scale_and_unfused_sgd_match_dense_gradient
 
 # Values that fp16 cannot represent ------------------------------------------------------------------------------------
 
-LARGE = {  # tensors, their numel, the gradient of each element
+LARGE = {  # number of tensors, elements per tensor, gradient of each element
     "a hundred tensors of norm 1e4": (100, 4, 5000.0),
     "squares beyond fp16": (1, 4096, 300.0),
     "a norm beyond fp16": (3, 4096, 1500.0),
@@ -208,7 +208,8 @@ def test_large_fp16_gradients_are_clipped_and_stepped(case: str, mode: str, fuse
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_clip_grad_norm_clips_large_fp16_gradients_that_torch_zeroes(case: str) -> None:
+def test_clip_grad_norm_clips_fp16_gradients_whose_squares_overflow(case: str) -> None:
+    """torch's function sets the gradients to zero if their norm exceeds the largest fp16 number."""
     count, numel, value = LARGE[case]
     norm = value * (count * numel) ** 0.5
     ours, torchs = halves(count, numel), halves(count, numel)

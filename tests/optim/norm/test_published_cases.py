@@ -2,7 +2,7 @@
 the norm of this library with the norm of the dense model.
 
 A gradient has one element per shard, chosen so that the norms equal those of the reports. If a report gives only a
-relative error, or uses more than four ranks, the elements give the same figures on four ranks. If a report has no
+relative error, or uses more than four ranks, the elements give the same figures on two or four ranks. If a report has no
 figures, the elements are whole numbers, and the wrong norm follows from the wrong rule.
 """
 

@@ -1,4 +1,4 @@
-"""Norms of units, which are slices of full tensors such as rows, for any p."""
+"""Norms of units, which are slices of full tensors such as rows, for p from 1 to inf."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ Audited = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def audited(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Audited]:
-    """Run the command in this process and return the exit code, stdout and stderr."""
+    """Return a function that runs the command in this process, and returns the exit code, stdout and stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
 

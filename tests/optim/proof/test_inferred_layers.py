@@ -1,4 +1,4 @@
-"""`infer` finds the layouts of all layers of the library without their declarations."""
+"""`infer` finds the layouts of the library's tensor-parallel layers without their declarations."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def kinds(spec: P) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}, {case.axes}")
-def test_infer_finds_declared_layout_of_every_layer(world: World, case: Case) -> None:
+def test_infer_finds_declared_layouts_of_library_layers(world: World, case: Case) -> None:
     for found in world.run(Topology(roles=None, **dict(case.axes)).world_size, inferred, case):
         assert found.by_shapes.keys() == found.by_values.keys() == found.declared.keys(), found.proofs
         for name, spec in found.declared.items():

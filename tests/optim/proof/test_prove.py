@@ -1,4 +1,4 @@
-"""`prove` reports nothing for correct models of any layout, and names the parameters and the mistake in wrong
+"""`prove` reports nothing for correct models of random layouts, and names the parameters and the mistake in wrong
 models."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_prove_finds_every_planted_mistake_and_most_causes(world: World) -> None
 
 
 class Net(nn.Module):
-    """Two layers sharded over ``tensor`` between two replicated layers."""
+    """A replicated linear layer and norm, then two weights sharded over ``tensor``, and a replicated bias."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_prove_infers_correct_spec_for_wrong_declarations(world: World) -> None:
 
 
 class Tower(nn.Module):
-    """Many replicated layers below a `Net`."""
+    """Twelve replicated layers, followed by a `Net`."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def _pairs_doubled(seeds: int) -> list[set[str]]:
         return [{finding.name for finding in proof.findings} for proof in proofs]
 
 
-def test_prove_finds_two_equally_wrong_parameters_for_any_seed(world: World) -> None:
+def test_prove_finds_two_equally_wrong_parameters_for_60_seeds(world: World) -> None:
     """The random directions of the two parameters can have opposite signs, so that their errors nearly cancel."""
     assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
 
@@ -348,7 +348,9 @@ def _casting(dtype: torch.dtype, hooked: float, proved_in: torch.dtype | None) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_prove_in_float64_supports_any_dtype_and_leaves_model_unchanged(world: World, dtype: torch.dtype) -> None:
+def test_prove_in_float64_supports_lower_precisions_and_leaves_model_unchanged(
+    world: World, dtype: torch.dtype
+) -> None:
     (right, kept), _ = world.run(2, _casting, dtype, 1.0, torch.float64)
     (wrong, _), _ = world.run(2, _casting, dtype, 1.001, torch.float64)
     assert right.is_correct

@@ -1,4 +1,7 @@
-"""`prove` changes nothing in a training run: before and after the optimizer is created, and between steps."""
+"""`prove` changes nothing in a training run: before and after the optimizer is created, and between steps.
+
+Exception: between an overlapped backward and its step, `prove` makes the step raise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Booster: every form of data parallelism and precision gives the steps of a plain run."""
+"""Booster: every form of data parallelism and precision gives the steps of a plain run, up to rounding."""
 
 from __future__ import annotations
 

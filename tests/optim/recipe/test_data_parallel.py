@@ -1,4 +1,4 @@
-"""`align_replicas` sets diverged replicas to the values of one rank."""
+"""`align_replicas` sets diverged replicas to the values of one rank. `broadcast_weights` copies weights of DTensors."""
 
 from __future__ import annotations
 

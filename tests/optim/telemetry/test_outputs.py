@@ -133,7 +133,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_terminal_prints_plain_lines_without_tty_or_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_prints_plain_lines_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     for screen in (io.StringIO(), Screen()):
         monkeypatch.setitem(sys.modules, "rich.live", None)
         with Terminal(screen) as terminal:

@@ -49,7 +49,7 @@ SHARDINGS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("spec", "axes"), SHARDINGS)
-def test_digest_of_tensor_is_equal_for_every_sharding(
+def test_digest_of_tensor_is_equal_for_several_shardings(
     spec: P, axes: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = torch.randn(10, 6, 4, generator=torch.Generator().manual_seed(1)).to(dtype)

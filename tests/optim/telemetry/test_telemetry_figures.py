@@ -1,4 +1,4 @@
-"""Every figure of `Telemetry` equals that of the dense model in float64, on every layout and state placement."""
+"""Figures of `Telemetry` equal the figures of the dense model in float64, on many layouts and state placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured steps on GPUs need no host synchronization.
+"""Measured steps on GPUs need no host synchronization from the third step on; without master weights, from the second.
 
 The tests use torch's fake CUDA tensors, which have no elements; see `fake_cuda`.
 """
@@ -68,7 +68,7 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
     ids=["fp32", "ZeRO-1", "masters", "two dtypes"],
 )
 @pytest.mark.parametrize("telemetry", [{}, {"noise": NoiseScale()}, {"spectral": SpectralNorms()}], ids=repr)
-def test_measured_step_on_cuda_needs_no_host_synchronization(
+def test_measured_cuda_steps_after_second_need_no_host_synchronization(
     dtypes: dict[str, torch.dtype], options: dict[str, Any], sharded: bool, telemetry: dict[str, Any]
 ) -> None:
     if sharded:

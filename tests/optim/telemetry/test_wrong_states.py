@@ -1,4 +1,4 @@
-"""A state dict with an invalid value leaves Monitor, Telemetry and data loaders unchanged; the error names the value."""
+"""A state dict with an invalid value raises ValueError, and leaves Monitor, Telemetry and data loaders unchanged."""
 
 from __future__ import annotations
 

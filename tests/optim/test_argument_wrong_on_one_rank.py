@@ -1,4 +1,8 @@
-"""A wrong argument on one of two ranks raises an error on both ranks, changes nothing, and leaves no rank waiting."""
+"""A wrong argument on one of two ranks raises an error on both ranks, changes nothing, and leaves no rank waiting.
+
+Exceptions: later calls of `clip_grad_norm_`, and `GradScaler`. They raise on the rank with the wrong argument only, and
+make the other rank skip its step.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,7 @@ class Script:
         return output.square().mean()
 
     def state(self) -> object:
-        """Return weights, gradients and states in a form that can be compared."""
+        """Return weights, gradients, optimizer state and number of param groups in a form that can be compared."""
         grads = [param.grad for param in self.model.parameters()]
         return content([self.model.state_dict(), grads, self.adam.state_dict(), len(self.adam.param_groups)])
 
@@ -102,7 +106,7 @@ class Refuses:
         raise LookupError("no copies of this object")
 
 
-# Each function below prepares a call that raises on both ranks.
+# Functions that prepare a call with a wrong argument on rank 1, or that return such a function. See `WRONG`.
 
 
 def optimizer_of_none(script: Script) -> Call:
@@ -144,7 +148,7 @@ def add_group(wrong: Callable[[], Any], **options: Any) -> Callable[[Script], Ca
 
 
 def load_state(spoil: Callable[[dict[str, Any]], Any]) -> Callable[[Script], Call]:
-    """Load a state of `TorchStates` with DTensors, which rank 1 has changed by ``spoil``."""
+    """Prepare to load a state of `TorchStates` with DTensors; ``spoil`` changes it on rank 1."""
 
     def prepare(script: Script) -> Call:
         states = TorchStates(script.optimizer(states=Sharded("data")))
@@ -157,7 +161,7 @@ def load_state(spoil: Callable[[dict[str, Any]], Any]) -> Callable[[Script], Cal
 
 
 def load_full_state(spoil: Callable[[dict[str, Any]], Any]) -> Callable[[Script], Call]:
-    """As `load_state`, but with replicated states, which are loaded without a collective."""
+    """As `load_state`, but with replicated states, which are plain tensors."""
 
     def prepare(script: Script) -> Call:
         states = TorchStates(script.optimizer())
@@ -234,7 +238,7 @@ def factors(script: Script) -> Call:
 
 
 def clip(call: Callable[..., object], **wrong: Any) -> Callable[[Script], Call]:
-    """Call a function that clips or measures. It is the first call with this registry, in which ranks compare arguments."""
+    """Prepare a call that clips or measures. It is the first call with this registry, in which ranks compare arguments."""
 
     def prepare(script: Script) -> Call:
         script.loss().backward()
@@ -262,7 +266,7 @@ def clip_taken_over(script: Script) -> Call:
 
 
 def sync(**wrong: Any) -> Callable[[Script], Call]:
-    """Call `sync_gradients` for the first time with this registry."""
+    """Prepare the first call of `sync_gradients` with this registry."""
 
     def prepare(script: Script) -> Call:
         script.loss().backward()
@@ -473,7 +477,8 @@ def test_helper_check_detects_error_raised_on_one_rank_only(world: World, tmp_pa
         check(outcomes, "ValueError: wrong")
 
 
-# In later calls of `clip_grad_norm_`, ranks no longer compare arguments: an error on one rank makes the norm non-finite.
+# In later calls of `clip_grad_norm_`, ranks no longer compare arguments. An error on one rank makes the norm non-finite on
+# the other rank.
 
 LATER: dict[str, dict[str, Any]] = {
     "params": {"params": None},
@@ -486,7 +491,8 @@ RULES: dict[str, Callable[[], Any]] = {"threshold": lambda: 1e-3, "rule": lambda
 
 
 def make_later_call(wrong: dict[str, Any], rule: str, folder: Path) -> tuple[str, bool, bool]:
-    """Return the error, whether ``found_inf`` is 1, and whether gradients were changed."""
+    """Make a second, wrong call. Return its error, whether ``found_inf`` is 1, and whether the result of `Script.state`
+    changed."""
     with ExitStack() as stack:
         script = Script(folder, stack)
         right = {"params": script.params, "max_norm": RULES[rule](), "registry": script.registry}

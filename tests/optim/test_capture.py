@@ -46,7 +46,7 @@ def test_graph_replays_match_eager_steps_bitwise(name: str, before: int) -> None
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
 def test_graphs_of_earlier_and_of_last_micro_batch_match_eager_steps_bitwise(name: str) -> None:
-    """One graph runs a micro-batch before the last; another runs the last micro-batch and the step. Each replay starts
+    """One graph runs each micro-batch except the last; another runs the last micro-batch and the step. Each replay starts
     from the weights and gradients that the previous replay left."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
@@ -93,7 +93,7 @@ def move(schedule: LRScheduler, rates: list[float]) -> None:
 
 
 def test_constant_read_in_a_graph_capture_stays_in_the_cache() -> None:
-    """Constants that no capture read are removed when many newer ones exist, and their memory is reused."""
+    """A constant that no capture read is removed after `KEPT` other constants were used."""
     constants = Constants()
     read, other = (constants(key, lambda: [1.0, 2.0], torch.float64, CPU) for key in ("read", "other"))
     with capturing():

@@ -1,7 +1,8 @@
 """Ranks create process groups and call collectives in an order that cannot deadlock.
 
-The tests record complete steps of all ranks on random meshes. Simulated backends that are stricter than NCCL run the
-records (`tests/harness/deadlocks.py`). MESHSTEP_TEST_PROFILE=many runs about a thousand cases.
+The first test and some negative controls record complete steps of all ranks on random meshes. Simulated backends that are
+stricter than NCCL run the records (`tests/harness/deadlocks.py`). With MESHSTEP_TEST_PROFILE=many, the first test has
+about a thousand cases. The other tests run on real ranks, or test single functions.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def test_gradients_missing_on_some_ranks_do_not_cause_hang(world: World, gaps: s
 
 
 class Uneven(nn.Module):
-    """Embeddings of three words, sharded over two ranks, between two replicated layers."""
+    """An embedding of three words, sharded over two tensor ranks, and two replicated linear layers."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -110,8 +111,10 @@ def started_in_backward(states: str) -> set[int]:
 
 
 @pytest.mark.parametrize("states", ["whole", "sharded"])
-def test_gradients_of_even_shards_are_reduced_in_backward_despite_uneven_shards(world: World, states: str) -> None:
-    # Weights have 64 elements and biases 8; the embedding, which is uneven, has 16 or 8 on a rank.
+def test_replicated_gradients_are_reduced_in_backward_despite_unevenly_sharded_parameter(
+    world: World, states: str
+) -> None:
+    # The replicated weights have 64 elements, and the biases 8. The embedding has 16 elements on one rank, 8 on the other.
     assert world.run(4, started_in_backward, states) == [{64, 8}] * 4
 
 
@@ -144,7 +147,7 @@ def test_reductions_over_one_group_finish_before_next_group_starts() -> None:
     [
         ((("whole", 4), ("split", 8)), set()),
         ((("whole", 4), ("split", 7)), {"split"}),
-        ((("whole", 4),), {"split"}),  # the last shard has no elements
+        ((("whole", 4),), {"split"}),  # the other rank has no elements of the sharded parameter
         ((("split", 8), ("whole", 4)), {"whole", "split"}),
         ((("whole", 4), ("whole", 4), ("split", 7)), {"whole", "split"}),
     ],
@@ -205,7 +208,9 @@ def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective(
         pytest.param(25, "states", "stuck", marks=pytest.mark.slow),  # a mesh of 24 ranks
     ],
 )
-def test_reducing_expert_gradients_in_backward_would_deadlock(number: int, option: str, symptom: str) -> None:
+def test_reducing_expert_gradients_in_backward_would_hang_or_mix_collectives(
+    number: int, option: str, symptom: str
+) -> None:
     """Reduce gradients of a model with experts in backward, with replicated states and overlap, or with ZeRO-2.
 
     The ranks wait for each other forever, or the members of one group call different collectives.

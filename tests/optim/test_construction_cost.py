@@ -1,4 +1,7 @@
-"""The number of object all-gathers before the first step, which take longer with more ranks."""
+"""Object all-gathers of the constructor of `ParallelOptimizer` and of the first `clip_grad_norm_`.
+
+They take longer with more ranks.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def set_up(layers: int) -> Found:
     return found
 
 
-def test_constructing_optimizer_needs_at_most_two_object_gathers(world: World) -> None:
+def test_constructor_and_first_clip_need_at_most_two_object_gathers(world: World) -> None:
     expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2}
     expected |= {"clip_grad_norm_": 1, "clip_grad_norm_ by parameter": 1}
     for found in world.run(4, set_up, 3):

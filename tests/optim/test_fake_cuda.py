@@ -101,7 +101,7 @@ pytestmark = [
 
 @contextmanager
 def world(topology: Topology) -> Iterator[None]:
-    """Simulate rank 0; collectives do nothing, and all other ranks report the same objects."""
+    """Simulate rank 0 without communication. Object gathers return rank 0's object for every rank."""
     if topology.world_size == 1:
         yield
         return
@@ -193,8 +193,8 @@ CAPTURED = [
 
 @cache
 def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
-    """Run three steps of one of four ranks, and a captured step if supported. The run is cached, because several tests
-    use it."""
+    """Return the logs of three steps of one of four ranks, and of a captured step if supported. They are cached, because
+    several tests use them."""
     options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED
     return steps(Topology(data=2, tensor=2), mode, options, graph=graph)
 
@@ -204,8 +204,11 @@ def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
 def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
-    """A single rank needs no collectives, so the device of its registry may be the CPU. A captured step must not copy to
-    or from the host either."""
+    """A single rank needs no collectives, so the device of its registry may be the CPU.
+
+    Exceptions: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`). A
+    captured step must not copy to or from the host either.
+    """
     graph = (placed, mode, rule) in CAPTURED
     first, second, third, *captured = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=graph)
     assert third.launches
@@ -218,8 +221,13 @@ def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, m
 
 @pytest.mark.default_cases(40)
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
-def test_step_on_four_cuda_ranks_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
-    """A captured step must not copy to or from the host either."""
+def test_step_on_four_cuda_ranks_needs_no_host_synchronization_after_first_step(
+    placed: str, mode: str, rule: str
+) -> None:
+    """Exceptions: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`).
+
+    A captured step must not copy to or from the host either.
+    """
     first, second, third, *captured = run_of_four(placed, mode, rule)
     assert [waits_unsaid(log, placed) for log in without_comparison([first, second, third])[1:]] == [[], []]
     assert len(captured) == ((placed, mode, rule) in CAPTURED)
@@ -228,14 +236,14 @@ def test_step_on_four_cuda_ranks_needs_no_host_synchronization(placed: str, mode
 
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize(("mode", "rule"), list(product(MODES, RULES)))
-def test_step_with_dtensors_on_cuda_needs_no_host_synchronization(mode: str, rule: str) -> None:
+def test_step_with_dtensors_on_cuda_needs_no_host_synchronization_after_first_step(mode: str, rule: str) -> None:
     logs = steps(Topology(data=2, tensor=2), mode, RULES[rule], dtensors=True)
     assert logs[-1].launches
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(data=2, tensor=2)])
-def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization(topology: Topology) -> None:
+def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization_after_first_step(topology: Topology) -> None:
     logs = steps(topology, "fp32", {"commit": lambda: torch.ones((), dtype=torch.bool, device=CUDA)})
     assert logs[-1].launches
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
@@ -276,7 +284,7 @@ def without_comparison(logs: list[Log]) -> list[Log]:
         ("replicated", "bf16, rounded", False),
     ],
 )
-def test_only_second_step_synchronizes_with_host_and_only_if_weights_have_copies_to_compare(
+def test_only_second_step_compares_weights_with_their_master_or_offloaded_copies(
     placed: str, mode: str, compared: bool
 ) -> None:
     logs = run_of_four(placed, mode, "norm")[:3]
@@ -320,7 +328,7 @@ MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> None:
-    """Layers use no other collectives in forward and backward."""
+    """The cases are linear maps that layers apply in forward and backward."""
     with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
         over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
         with logging() as log:
@@ -368,7 +376,7 @@ def test_offloaded_parameters_are_copied_in_buckets(
 
 
 def test_offloaded_parameters_need_one_flat_device_buffer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of buffers does not depend on the number of parameters, and no buffer is kept between steps."""
+    """At most one flat buffer exists at a time, and none after the last step."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 2000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0

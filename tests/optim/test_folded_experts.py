@@ -1,4 +1,7 @@
-"""Experts on another mesh of the same ranks. Aliases of the topology join its axes to the axes of both meshes."""
+"""Experts on another mesh of the same ranks.
+
+Each axis of a mesh is an axis of the topology, or an alias that joins several axes of the topology.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ WORLD = {name: Topology.parse(text).world_size for name, text in FOLDINGS.items(
 
 
 class Experts(nn.Module):
-    """Every token goes through a dense layer, then through the expert with its number. Tokens are sharded over
-    tensor as well, so that all ranks have different tokens."""
+    """Token i goes through a dense layer, then through expert ``i % EXPERTS``. Tokens are sharded over data and tensor
+    axes, so that all ranks have different tokens."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()

@@ -114,8 +114,8 @@ def test_step_launches_at_most_36_kernels_in_fp32_bf16_and_fp16(
 def test_stochastic_rounding_launches_one_random_kernel_per_parameter(
     precision: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Each parameter has a generator, so that replicas draw equal numbers; all other kernels process all parameters
-    together."""
+    """The generator is seeded for each parameter, so that replicas draw equal numbers. All other kernels process all
+    parameters together."""
     few, many = (ours(count, precision, dtype, **options).launches for count in (4, 100))
     drawn = [name for name in many if "random" in name]
     assert len(drawn) == 100

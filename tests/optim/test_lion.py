@@ -38,7 +38,7 @@ def gradients(step: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def expected(options: dict[str, Any], weight: Tensor, grads: list[Tensor]) -> Tensor:
-    """Apply the formula of arXiv:2302.06675, algorithm 2."""
+    """Return the weight after one step per gradient, by algorithm 2 of arXiv:2302.06675."""
     lr, (b1, b2), decay = float(options["lr"]), options.get("betas", (0.9, 0.99)), options.get("weight_decay", 0.0)
     momentum = torch.zeros_like(weight)
     for grad in grads:
@@ -153,7 +153,7 @@ def test_lion_matches_dense_update_on_several_layouts_and_state_placements(world
         assert copies_differ(own) == [], f"{layout}, {states}"
 
 
-def test_lion_needs_no_collective_or_host_synchronization_and_skips_overflow(world: World) -> None:
+def test_lion_needs_no_collectives_beyond_sgd_and_no_host_synchronization_and_skips_overflow(world: World) -> None:
     layout, makes = LAYOUTS["data x tensor"], [lion]
     assert world.run(4, beyond_sgd, layout, makes, {}) == [[{}]] * 4
     world.run(4, without_host_reads, layout, makes, {})
@@ -187,10 +187,11 @@ def test_clipped_lion_step_with_masters_needs_no_host_synchronization(precision:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lion_step_on_cuda_needs_no_host_synchronization_and_at_most_one_kernel_per_parameter(
+def test_lion_step_on_cuda_needs_no_host_synchronization_and_one_masked_fill_per_parameter(
     dtype: torch.dtype,
 ) -> None:
-    """The tensors are fake CUDA tensors. `tests/gpu/test_gpu_capture.py` steps Lion on a GPU."""
+    """Up to three more masked fills are allowed. The tensors are fake CUDA tensors; `tests/gpu/test_gpu_capture.py` steps
+    Lion on a GPU."""
     with fake_cuda() as logging:
         params = [nn.Parameter(torch.ones(6, 2, device="cuda", dtype=dtype)) for _ in range(40)]
         optimizer = ParallelOptimizer(lion(params), ProcessGroupRegistry(Topology()), max_norm=1.0)

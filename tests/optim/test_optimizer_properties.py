@@ -1,4 +1,7 @@
-"""Properties of a `ParallelOptimizer`: parameters, plans, window, transforms, reasons why gradients are not local."""
+"""Properties of a `ParallelOptimizer`: parameters, plans, window, transforms, reasons why gradients are not local.
+
+Also explicit clipping, and the loss scale that observers see.
+"""
 
 from __future__ import annotations
 

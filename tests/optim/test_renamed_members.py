@@ -170,6 +170,7 @@ def instance_of(owner: type) -> Any:
 
 @pytest.mark.parametrize(("owner", "old"), [(owner, old) for owner, names in MEMBERS.items() for old in names])
 def test_former_member_name_reads_and_sets_new_member_and_warns(owner: type, old: str) -> None:
+    """Members of enums, properties, and fields of dataclasses are not set, only read from the class if it has them."""
     new = MEMBERS[owner][old]
     text = f"{owner.__name__}.{old} is deprecated: write {new} instead"
     if hasattr(owner, new):

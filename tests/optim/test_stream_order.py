@@ -1,4 +1,4 @@
-"""Asynchronous copies of the optimizer are ordered by events on the right stream; see `stream_simulation`."""
+"""Asynchronous copies and collectives are ordered by waits on the right stream; see `stream_simulation`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Training:
 
     Args:
         inner: Returns the wrapped optimizer. Default: fused AdamW.
-        options: Arguments of `ParallelOptimizer`. Default: clipping of the gradient norm.
+        options: Arguments of `ParallelOptimizer`, in addition to ``max_norm=1.0`` and ``check_replicas=False``. Default:
+            none.
         dtype: Dtype of the parameters. Default: float32.
         schedule: Returns a schedule. Default: None. (A schedule waits for each step, and would hide other missing waits.)
         telemetry: Arguments of `Telemetry`; None (default): none.
@@ -177,7 +178,7 @@ ON_TWO_RANKS: dict[str, Training] = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make offloaded parameters form several buckets, with one or two parameters each."""
+    """Limit buckets of offloaded parameters to 160 bytes of gradients, so that most runs have several."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 160)
 
 

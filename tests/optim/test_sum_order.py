@@ -1,4 +1,4 @@
-"""``sum_order="fixed"``: weights and states are bitwise equal on any number of data ranks."""
+"""``sum_order="fixed"``: weights and states are bitwise equal on different numbers of data ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_exchange_frees_its_send_buffer_after_the_wait() -> None:
 
 @pytest.mark.parametrize("norm_type", [1, 2])
 @pytest.mark.parametrize("spread", [0, 6, 20])
-def test_exact_sum_is_accurate_and_equal_for_every_division_into_shards(norm_type: int, spread: int) -> None:
+def test_exact_sum_is_accurate_and_equal_for_four_divisions_into_shards(norm_type: int, spread: int) -> None:
     torch.manual_seed(spread)
     values = torch.randn(1003) * 10.0 ** (-spread * torch.rand(1003))
     true = float(sum(abs(Fraction(float(value))) ** norm_type for value in values))
@@ -142,9 +142,9 @@ RANKS = (1, 2, 3, 4, 6, 8)
 
 
 def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[object, ...]]:
-    """Return, for each number of data ranks, the results of the ranks that hold one replica of the model.
+    """Return, for each number in ``ranks`` that divides ``run.total``, the results of the ranks of one model replica.
 
-    Assert that all data ranks of a run have equal results.
+    Each number is a number of data ranks. Assert that all data ranks of a run have equal results.
     """
     found: list[tuple[object, ...]] = []
     for data_ranks in (ranks for ranks in ranks if run.total % ranks == 0):

@@ -60,7 +60,7 @@ def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[An
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_name
-def test_wrapped_steps_of_every_torch_optimizer_are_bitwise_identical_to_bare_steps(
+def test_wrapped_steps_of_torch_optimizers_are_bitwise_identical_to_bare_steps(
     wrap: Wrap, name: str, dtype: torch.dtype
 ) -> None:
     for kind in kinds_of(name):
@@ -137,7 +137,7 @@ def test_differentiable_step_matches_torch(wrap: Wrap, name: str) -> None:
     assert same(run(wrapped=True), run(wrapped=False))
 
 
-# Rejected uses --------------------------------------------------------------------------------------------------------
+# Rejected and accepted uses -------------------------------------------------------------------------------------------
 
 
 def test_optimizer_that_requires_closure_is_rejected(wrap: Wrap) -> None:

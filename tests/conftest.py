@@ -37,10 +37,11 @@ for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each xdist process, with its child processes, its own share of the cores.
+    """Choose the profile of the random cases, and give each xdist process, with its child processes, a share of the cores.
 
-    Ranks exchange short messages. To wake a rank on another core costs more than the message, and ranks of two test files
-    on one core delay each other even more. A test file takes as long on one core as on two.
+    Shares are disjoint unless there are more xdist processes than cores. Ranks exchange short messages. To wake a rank on
+    another core costs more than the message, and ranks of two test files on one core delay each other even more. A test
+    file takes as long on one core as on two.
 
     All processes are batch jobs for the scheduler, so that a rank continues after its message wakes another rank.
     Otherwise it would often be interrupted while it holds the lock of a connection. Then the gloo thread of the other
@@ -74,6 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the cases that the default run leaves out as slow, and move the longest files to the front.
 
     Without that order, one xdist process would be idle at the end. A test named on the command line keeps all cases.
+    The profile "oldest" marks no cases; it deselects all tests outside its sample.
     """
     if is_sample():
         chosen = set(sample(items))

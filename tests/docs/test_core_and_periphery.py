@@ -1,4 +1,5 @@
-"""The core imports periphery packages only for features that the user asks for, and works after they are deleted."""
+"""The core imports periphery packages only for features that the user asks for, and steps after those in `DELETED` are
+deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of exported names run, and have the values that their comments state.
+"""The examples in the docstrings of exported names run, except those in `NOT_RUN`, and have the values in their comments.
 
 An example is an indented block outside of sections such as ``Args:``, or a fenced block of Python. It runs in one process.
 `Names` makes the names that it uses without defining them, such as ``registry`` and ``model``. Formulas and tables are

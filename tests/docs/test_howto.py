@@ -65,7 +65,7 @@ def test_howto_snippets_on_several_ranks_print_the_shown_text(world: World, page
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_same_bits_page_snippets_print_same_hash_on_any_number_of_ranks(world: World, ranks: int) -> None:
+def test_same_bits_page_snippets_print_same_hash_on_1_2_4_and_8_ranks(world: World, ranks: int) -> None:
     codes, _ = parts_of("SAME_BITS.md")
     on_two_ranks = world.run(2, session, codes, "SAME_BITS.md")[0]
     assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == on_two_ranks

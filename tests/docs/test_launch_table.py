@@ -1,4 +1,4 @@
-"""The table of kernel launches and bytes in STAGES.md equals a new count on fake CUDA tensors."""
+"""The table of kernel launches and bytes in STAGES.md agrees with a new count on fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_launch_table_has_one_row_per_benchmark_case() -> None:
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("line", ROWS, ids=lambda line: line.split("`")[1])
 def test_launch_table_figures_match_counted_launches_and_bytes(line: str) -> None:
-    """Versions of torch may add or remove a few kernels, so launches may differ by 3 %, and bytes by 1."""
+    """Versions of torch may add or remove kernels, so launches may differ by 3 %, and bytes by 1 in the table's unit."""
     found = [cell.strip() for cell in benchmark.row(line.split("`")[1]).split("|")[2:-1]]
     for index, (written, counted) in enumerate(zip(line.split("|")[2:-1], found, strict=True)):
         assert bool(written.strip()) == bool(counted)

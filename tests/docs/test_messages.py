@@ -1,7 +1,8 @@
 """Error messages have one style: what is wrong, what was expected, what to write.
 
 `python tests/harness/messages.py` prints all messages from the source for proofreading. These tests check only the
-properties that a program can check: each message gives advice or lists the choices, and none uses discouraged words.
+properties that a program can check: a message gives advice or lists the choices, and none uses discouraged words. Messages
+of up to three words, and those of the files in `PARTS`, need no advice.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_error_messages_can_be_extracted_from_the_source() -> None:
     assert {found.error for found in messages()} >= {"ValueError", "TypeError", "RuntimeError", "ReplicaMismatchError"}
 
 
-def test_each_error_message_gives_advice_or_choices() -> None:
+def test_error_messages_give_advice_or_choices() -> None:
     assert [found for found in messages() if without_advice(found) and found.file not in PARTS] == []
 
 

@@ -1,4 +1,4 @@
-"""The source distribution has all files of the repository, and a README without relative links."""
+"""The source distribution has the sources, tests, examples and pages, and a README without relative links."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A page is any Markdown file. Its Python blocks run in order in one session, except on pages in PROGRAMS, where each block
 is a program of its own. Pages that need several ranks, errors or other packages have other tests, named in ELSEWHERE. So
-every Python block is run.
+every Python block is run, where the packages that it needs are installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Every picture equals the output of its script, shows the figures of a run, and is readable on light and dark pages.
+"""Every picture equals the output of its script and is readable on light and dark pages; most figures match a run.
 
 Figures that take minutes (200 steps in six layouts) or a quiet machine (times) are stored as JSON. A short run is compared
-with the beginning of stored curves, or with the order of stored events.
+with the beginning of stored curves, or with the order of stored events. The times of other libraries (`peers`) are not
+measured again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The signatures of all public functions, classes and methods are those in public_signatures.txt.
+"""The signatures of the exported functions, classes and their methods (`PACKAGES`) are those in public_signatures.txt.
 
 A changed default or argument changes the programs of users, so it must be changed in that file too:
 `PYTHONPATH=tests/harness:tests/docs python tests/docs/test_public_signatures.py` writes it.

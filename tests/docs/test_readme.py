@@ -84,7 +84,7 @@ def test_norms_page_shows_the_measured_norms(world: World) -> None:
 
 
 class HandWritten(nn.Module):
-    """Two linear layers whose parameters are shards over `tensor`, without declared specs."""
+    """Two linear layers sharded over `tensor` (only `down.bias` is replicated), without declared specs."""
 
     specs: Mapping[str, P] = {
         "up.weight": P("tensor"),

@@ -1,7 +1,7 @@
-"""The table of combinations in SUPPORT.md is correct: each cell is run in every precision mode.
+"""The table of combinations in SUPPORT.md is correct: each cell is run in every precision mode (three modes in `SOME`).
 
 The table lists the modes that work for each layout and form of data parallelism. These must reach the result of one
-process in the same mode, within rounding. All other modes must raise an error that says what to do instead.
+process in the same mode, within rounding. The other modes that are run must raise an error that says what to do instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mixture-of-experts example: on each layout of the experts, curve and norm equal those of the dense model."""
+"""The mixture-of-experts example: on several layouts of the experts, it has the curve of one process and exact norms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         ("edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor", ["--experts", "expert", "--zero", "2"]),
     ],
 )
-def test_moe_example_with_experts_on_any_axes_equals_dense_model(
+def test_moe_example_on_each_topology_and_expert_axes_equals_one_process(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"

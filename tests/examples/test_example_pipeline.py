@@ -1,4 +1,4 @@
-"""The pipeline example: each schedule and topology has the curve of one process, and a run resumes with another one."""
+"""The pipeline example: several schedules and topologies have the curve of one process, and a run resumes with others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNS: list[tuple[str, int, str, list[str]]] = [
 ]
 
 
-def test_pipeline_example_with_each_schedule_equals_one_process(world: World, tmp_path: Path) -> None:
+def test_pipeline_example_with_several_schedules_equals_one_process(world: World, tmp_path: Path) -> None:
     printed = run_example("pipeline_lm", "--verify", "--curve", str(tmp_path / "one.csv"), *FLAGS)
     expected = read_curve(tmp_path / "one.csv")
     assert expected.shape == (STEPS, 3)

@@ -1,4 +1,4 @@
-"""Every precision mode trains the digits example on every topology with the losses of one process, up to rounding."""
+"""Every precision mode trains the digits example on three topologies with the losses of one process, up to rounding."""
 
 from __future__ import annotations
 

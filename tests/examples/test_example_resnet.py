@@ -1,4 +1,4 @@
-"""The gradient clipping example: the model learns, and in float64 every topology has the same curve."""
+"""The gradient clipping example: the model learns, and in float64 several topologies have the curve of one process."""
 
 from __future__ import annotations
 

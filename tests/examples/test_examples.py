@@ -1,4 +1,7 @@
-"""`train_digits.py` from the command line: the same curve on every topology, and the norms of the dense model."""
+"""`train_digits.py`: the curve of one process on several topologies, and the norms of the dense model.
+
+Two further examples are tested here: `accumulate_norms.py` and `compare_norms.py`.
+"""
 
 from __future__ import annotations
 

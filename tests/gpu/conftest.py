@@ -1,4 +1,4 @@
-"""A test with the fixture `device` runs on a GPU and, at a smaller size, on the CPU, so that any machine can check it."""
+"""A test with the fixture `device` runs on a GPU and also, often at a smaller size, on the CPU of any machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from on_gpu import why_no_gpu
 
 @pytest.fixture
 def torchs_kernels() -> Iterator[None]:
-    """Use torch's kernels on the CPU, because the substitute of a CUDA graph records torch operators."""
+    """Use torch's kernels on any device, because the CPU substitute of a CUDA graph records torch operators only."""
     with using("torch"):
         yield
 
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("cuda", "cpu")])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The GPU, if there is one, and the CPU, for a smaller run of the same test.
+    """The GPU, if there is one, and the CPU, for another (often smaller) run of the same test.
 
     ``-m cuda`` selects the tests on the GPU, ``-m cpu`` those on the CPU.
     """

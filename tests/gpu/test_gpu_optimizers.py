@@ -1,4 +1,7 @@
-"""All optimizers of the library on a GPU: equal to the CPU within rounding, exact skips, no host synchronization."""
+"""All optimizers of the library on a GPU: equal to the CPU within rounding, and exact skips.
+
+Except SOAP and Shampoo, they cause no host synchronization.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A long run (10,000 steps on a GPU, 200 on a CPU): constant memory, counted overflows, no host synchronization."""
+"""A long run (10,000 steps on a GPU, 200 on a CPU): constant memory, counted overflows, and no host synchronization after
+the first tenth."""
 
 from __future__ import annotations
 

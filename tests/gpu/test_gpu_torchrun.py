@@ -75,7 +75,7 @@ def test_norm_equals_norm_of_the_mean_gradient(joined: tuple[torch.device, Proce
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_steps_over_several_gpus_cause_no_host_synchronization(
+def test_steps_over_several_gpus_after_the_third_cause_no_host_synchronization(
     joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str
 ) -> None:
     run = run_of(joined, mode, placed)

@@ -27,7 +27,7 @@ def content(value: Any) -> Any:
 
 
 def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
-    """Return a model of linear layers with these names and a buffer; identical at every call."""
+    """Return a model of linear layers with these names, and by default with a buffer; weights are equal at every call."""
     torch.manual_seed(1)
     model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
     if buffer:
@@ -38,8 +38,10 @@ def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bo
 def optimizer_of(
     model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
 ) -> ParallelOptimizer:
-    """Return an optimizer on one rank over the param groups that ``groups`` makes of the model; ``kind=`` sets torch's
-    optimizer class."""
+    """Return an optimizer on one rank over the param groups that ``groups`` makes of the model.
+
+    ``kind=`` sets torch's optimizer class. With a precision other than "fp32", the model is converted to bfloat16 first.
+    """
     kind = options.pop("kind", torch.optim.AdamW)
     if precision != "fp32":
         model.bfloat16()

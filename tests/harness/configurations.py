@@ -240,7 +240,7 @@ class Setting:
 
     @property
     def axis(self) -> str | None:
-        """Return the axis over which optimizer states are sharded; None without ZeRO.
+        """Return the axis over which optimizer states are sharded; None without ZeRO, or if the mesh has no such axis.
 
         It is never the pipeline axis, whose stages have different parameters.
         """
@@ -260,17 +260,19 @@ class Case:
         saved_at: The number of steps before the checkpoint.
         stepped_before: Whether the optimizer that loads the checkpoint has already made steps.
         implementation: The optimizer's implementation: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
-        small: Whether the model has fewer elements than there are ranks.
+        small: Whether the model has one element, apart from the parameters of a param group added later.
         idle: Whether some shards, and some ranks' replicas, have no gradient in some micro-batches or whole steps.
         absent: Whether a rank whose parameters are in no loss of a micro-batch may pass None as the loss.
-        overflow: The step in which one element of one gradient is infinite, or None.
+        overflow: The step in which one element of a drawn parameter's gradient is infinite, if the parameter has a
+            gradient in this step; or None.
         vetoed: The step that one rank rejects through ``commit=``, or None.
         added: The step before which a param group is added; None: it exists from the beginning.
         frozen: A parameter, the step before which it is frozen (0: before the optimizer is constructed), and the step
             before which it is unfrozen, or None.
         written: The step before which the user writes weights (some are zeros), and how: ``"in place"``, ``"loaded"``
             (`load_state_dict`), ``"moved"`` (new memory) or ``"relaid"`` (another memory format).
-        differing: The option that one rank passes differently from the others; all ranks must raise an error.
+        differing: The key of `DIFFERING` whose option (or initial weights) differs on one rank. If ranks compare it, all
+            ranks must raise an error. None: no rank differs.
     """
 
     setting: Setting
@@ -344,8 +346,10 @@ def is_masked(case: Case, setting: Setting, at: Coordinate, step: int, micro: in
 
 
 def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
-    """Return whether the shard of the rank at ``at`` is in no loss of this micro-batch; each replica may decide
-    differently."""
+    """Return whether the shard of the rank at ``at`` is in no loss of this micro-batch.
+
+    Replicas over data-parallel axes, partial axes and tied stages may differ; replicas over model axes never do.
+    """
     if not case.has(name, step) or case.is_frozen(name, step):
         return True
     if not case.idle or name in ALWAYS_USED:

@@ -1,4 +1,4 @@
-"""Helpers that compare the tensors of ranks with a dense model in float64."""
+"""Comparison of the tensors of ranks with a dense model, and a count of collectives."""
 
 from __future__ import annotations
 

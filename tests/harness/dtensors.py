@@ -1,4 +1,4 @@
-"""Helpers of tests of DTensor parameters: parameters, meshes without stale caches in torch, and a log of operations."""
+"""Helpers of tests of DTensor parameters: parameters, meshes without stale caches in torch, and a log of collectives."""
 
 from __future__ import annotations
 

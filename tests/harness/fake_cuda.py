@@ -2,8 +2,8 @@
 elements.
 
 Every operator that a step would run on a GPU is logged. Operators on tensors of two devices raise an error, as on a
-GPU; operators that would synchronize with the GPU or copy from the host are recorded by name. Autograd cannot run, so
-gradients are set by the test.
+GPU; operators that would synchronize with the GPU or copy between host and GPU are recorded by name. Autograd cannot
+run, so gradients are set by the test.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Log:
     Args:
         launches: Names of the operators that run on the GPU.
         kernels: The approximate number of kernels that they launch; see kernels.py.
-        waits: Operators that block the host, with the place in meshstep that calls them.
+        waits: Operators and synchronizations that block the host, with the place in meshstep that calls them.
         transfers: Copies between host and GPU, blocking or not.
         collectives: Collectives, with the device of the tensor that is sent.
         traffic: The bytes that the operators read and write on the GPU, if the log counts them; see traffic.py.
@@ -109,8 +109,8 @@ class _Logging(TorchDispatchMode):
 
 
 def check_fused(args: Sequence[object]) -> None:
-    """Raise the error of torch's fused CUDA optimizers unless parameters, gradients and states, which are the first lists
-    of tensors, are dense and have equal dtypes, shapes and strides."""
+    """Raise the error of torch's fused CUDA optimizers unless each parameter, its gradient and its states are dense and
+    have equal dtypes, shapes and strides. Step counts, which are 0-dim, are not checked."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and arg[0].dim() + arg[0].numel() > 1]
     for first, *others in zip(*(tensors for tensors in lists if len(tensors) == len(lists[0])), strict=True):
         for tensor in (first, *others):
@@ -163,7 +163,7 @@ class _Event(_Stream):
 
 @cache
 def _torchs_functions() -> dict[Any, Any]:
-    """Precompute the list that torch's compiler builds on first use and after each new default group (25 ms). Built
+    """Precompute the table that torch's compiler builds on first use and after each new default group (25 ms). Built
     within `fake_cuda`, it would contain the replacements of some functions."""
     return trace_rules.get_torch_obj_rule_map()
 

@@ -1,4 +1,4 @@
-"""Make torch's fake tensors more than twice as fast by caching the result of each operator call.
+"""Make torch's fake tensors more than twice as fast by caching the results of operator calls.
 
 `FakeTensorMode` has a cache too, but its lookup hashes twenty attributes of each tensor, and it does not cache calls
 with tensor lists or ``out`` arguments, which are most calls of an optimizer. This cache distinguishes the strided
@@ -24,8 +24,8 @@ VIEWS = (
 )
 _OF_ONE = {getattr(torch.ops.aten, name) for name in VIEWS.split()}
 
-# The result of an operator: either an index into the list of the arguments' tensors, or shape, strides, dtype and device
-# of a new tensor.
+# One result tensor of an operator: either an index into the list of the arguments' tensors, or shape, strides, dtype and
+# device of a new tensor.
 _Made = int | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 _MADE: dict[tuple[Any, ...], tuple[Callable[[Sequence[Tensor]], Any], list[_Made]]] = {}
 

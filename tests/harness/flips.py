@@ -1,4 +1,4 @@
-"""Models in several layouts with replica checks, and functions that flip single bits of one replica."""
+"""Models in several layouts with replica checks, and a function that flips a single bit of a tensor."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def assert_equal(found: tuple[list[float], Full], expected: tuple[list[float], Full], rel: float) -> None:
-    """Compare (norms, parameters) of two runs, with relative tolerance ``rel``."""
+    """Compare (norms, parameters) of two runs. ``rel`` is the relative tolerance, and for parameters the absolute one."""
     assert found[0] == pytest.approx(expected[0], rel=rel)
     for name, param in expected[1].items():
         torch.testing.assert_close(found[1][name].double(), param.double(), rtol=rel, atol=rel)

@@ -1,4 +1,4 @@
-"""Count the functions that a call runs."""
+"""Count the function calls within a call."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Run:
         return stats
 
     def _weight(self, number: int, micro: int) -> Tensor:
-        """Return the weight of a micro-batch: 0 in some windows, although the loss is not 0."""
+        """Return the weight of a micro-batch. In some windows one micro-batch has weight 0, although its loss is not 0."""
         return torch.tensor(0.0 if micro == number % 4 else micro + 1.0, device=self.device)
 
     def windows(self, numbers: range, count: int) -> None:

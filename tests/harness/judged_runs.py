@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | None) -> list[str]:
-    """Return descriptions of all differences from the dense run.
+    """Return the problems that ranks reported, and the differences from the dense run, between replicas and after resuming.
 
     Args:
         case: The configuration of the run.
@@ -60,7 +60,8 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
 
 
 def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence[Report]) -> list[str]:
-    """Return the differences of parameters and shards from the reference and between replicas."""
+    """Return the differences of parameters and updated shards from the reference and between replicas, and the elements
+    that are offloaded on some replicas only."""
     found = []
     copies: dict[object, Tensor] = {}
     rounding, rounding_per_step = case.mode.rounding, case.mode.rounding_per_step

@@ -36,7 +36,7 @@ def states_of(rule: Rule) -> int:
 
 
 class Case:
-    """Float32 tensors with optimizer states as after some steps, and the update that is applied to them."""
+    """Float32 parameters with gradients and with optimizer states as after some steps, and the rule of the next update."""
 
     def __init__(
         self, rule: Rule, numels: list[int], grad_dtype: torch.dtype, half: torch.dtype | None, seed: int
@@ -140,7 +140,7 @@ def moved(
     rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
 ) -> Tensor:
     """Return, per element, the value to which the rounding error of an update is relative: the sum of the absolute values
-    of the update's terms, enlarged because the second moment squares the rounded gradient.
+    of the update's terms. For Adam and Adagrad it is enlarged, because their states contain the squared, rounded gradient.
 
     Args:
         gradient: The sum of the absolute values of the gradient's terms; ``true`` is the gradient itself.

@@ -1,8 +1,10 @@
 """Estimate how many kernels an operator launches on a GPU, from its arguments, following torch's CUDA sources.
 
 A multi-tensor operator processes as many tensors per launch as fit into 4 KB of kernel arguments if all of its lists
-have equal dtypes, sizes and strides; otherwise it launches one kernel per tensor. A concatenation launches one kernel
-per 128 tensors. Every other operator counts as one kernel, and so does a copy between host and device.
+have equal dtypes, sizes and strides; otherwise it launches one kernel per tensor. A multi-tensor norm of order
+1, 2 or inf also launches one kernel that clears its buffer, and one per 512 norms that finishes them; other orders launch
+one kernel per tensor. A concatenation launches one kernel per 128 tensors. Every other operator counts as one kernel, and
+so does a copy between host and device.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def train(plan: Plan) -> None:
 
 
 def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> float:
-    """Train on one batch, which is split over the data ranks, and return the loss."""
+    """Train on one batch, which is split over the data ranks, and return the loss of this rank."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(16, 6, generator=generator)
     y = torch.sin(3 * x[:, :4])
@@ -164,7 +164,7 @@ def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry
 
 
 def arm(plan: Plan, rank: int) -> None:
-    """Patch the next save so that one rank pauses in it."""
+    """If the plan stops in a save, patch the next save on one rank so that this rank pauses in it."""
     places: dict[str, tuple[int, Any, str]] = {
         "writing": (1, tensors, "write_summed"),
         "renaming": (0, os, "rename"),

@@ -1,4 +1,4 @@
-"""Run each variant of the native CPU loops that this machine supports."""
+"""Select kernels, variants of the native CPU loops, and the threads of these loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Small language models with LoRA on every layer, in all layouts of `meshstep.parallel`, and their dense reference."""
+"""Small language models with LoRA, by default on every layer, in 1-D to 3-D tensor-parallel layouts, and their dense
+reference."""
 
 from __future__ import annotations
 
@@ -321,7 +322,7 @@ def step_along(optimizer: ParallelOptimizer, loss: Tensor) -> float:
 def reference(
     first: Weights, options: Options = DEFAULT, steps: int = STEPS, start: int = 0
 ) -> tuple[list[float], Weights]:
-    """Train the dense model from the factors ``first``, and return norms and weights."""
+    """Train LoRA factors on the dense model from the values ``first``, and return the norms and the trained factors."""
     base, factors = dense_model(options), {name: value.clone().requires_grad_() for name, value in first.items()}
     scaling = ALPHA / (math.sqrt(R) if options.adapters.get("use_rslora") else R)
     adamw = torch.optim.AdamW([*factors.values()], lr=LR, weight_decay=0.1)

@@ -10,7 +10,7 @@ Four outcomes are allowed, and each is checked on real ranks:
 
 * `Right`: no error, no warning, and the weights are those of a dense model in float64.
 * `Error`: an exception on every rank, or on the ranks that the outcome names; its text states the correction, and no
-  wrong update precedes it.
+  wrong update precedes it (unless it sets ``stepped_before``).
 * `Warned`: a warning states the correction; the weights are correct, or as ``then`` says.
 * `AsTorch`: torch alone gives the same result for the same mistake; docs/reference/LIMITS.md lists it.
 

@@ -69,7 +69,7 @@ class Outcome:
 
 
 class NoMistake(Exception):
-    """The drawn mistake is impossible in this model."""
+    """The drawn mistake is impossible in this model, changes no gradient, or cannot be detected from values."""
 
 
 def mutated(number: int) -> Outcome | None:
@@ -102,7 +102,7 @@ def mutated(number: int) -> Outcome | None:
         )
 
 
-# The truth about a backward -----------------------------------------------------------------------------------------------
+# Gradients of the correct and of the wrong model --------------------------------------------------------------------------
 
 
 def _gradients(built: Built, registry: ProcessGroupRegistry, seed: int) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def why_no_gpu() -> str:
 
 @contextmanager
 def nobody_waits(device: torch.device) -> Iterator[None]:
-    """Raise an error if the host synchronizes with the GPU within the block."""
+    """Raise an error if torch detects within the block that the host synchronizes with the GPU; check nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

@@ -49,7 +49,8 @@ class Run:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the timeout of an existing group. While a group is created, ranks of a busy machine may join late."""
+    """Set the timeout of an existing group. A short timeout during creation could expire, as ranks of a busy machine may
+    join late."""
     change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     change(timedelta(seconds=seconds), group)
 
@@ -60,7 +61,7 @@ def evaluate() -> None:
 
 
 def meet(fate: str, run: Run) -> None:
-    """Run a step, evaluate, or receive a signal, as ``fate`` says."""
+    """Run a step ("step"), stay busy ("evaluate"), or send this process the signal that ``fate`` names; then exit."""
     run.optimizer.zero_grad()
     if fate == "step":
         try:

@@ -1,4 +1,4 @@
-"""Train replicas with and without overlap, with every kind of accumulation window; run by every rank."""
+"""Train replicas with and without overlap, in the accumulation windows that `Windows` defines; run by every rank."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def make_optimizer(
 
 @dataclass
 class Windows:
-    """Accumulation windows of micro-batches; the methods explain the values of ``how``."""
+    """Accumulation windows of micro-batches; the methods and `make_optimizer` define each value of ``how``."""
 
     model: Replica
     optimizer: ParallelOptimizer

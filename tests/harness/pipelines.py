@@ -1,5 +1,5 @@
-"""A model of embedding, four blocks and classifier, as stages of any pipeline, and as one dense function in
-float64."""
+"""A model of embedding, four blocks and classifier, as stages of each of torch's `SCHEDULES`, and as one dense function
+in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of precision modes: the dtype of every tensor of a model that a user can see, and the model to inspect."""
+"""The table of precision modes: the dtypes of weights, inputs, outputs and exported weights, and the model to inspect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 class Row(NamedTuple):
     """A row of the table: the expected dtypes, whether there are master weights, and the initial loss scale (None: no
-    loss scale)."""
+    loss scale). ``inside`` is the dtype of the floating-point input that `Net.forward` receives."""
 
     params: torch.dtype
     batch_norm: torch.dtype

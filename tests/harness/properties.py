@@ -196,7 +196,8 @@ def spread(cases: Sequence[Item], count: int) -> list[Item]:
 
 
 def _arguments(cases: Sequence[pytest.Item]) -> list[tuple[tuple[int, int], ...]]:
-    """Return for each case the index of each argument; arguments that change together count as one."""
+    """Return for each case the index of the value of each argument that varies; arguments that change together count as
+    one."""
     indices = [dict[str, int](case.callspec.indices) if hasattr(case, "callspec") else {} for case in cases]
     columns = dict.fromkeys(tuple(of.get(name, -1) for of in indices) for name in indices[0])
     varied = [column for column in columns if len(set(column)) > 1]

@@ -287,8 +287,8 @@ def clip_random_model(case: MeshCase, max_norm: float) -> tuple[list[float], lis
     """Clip twice, because the first call compares replicas.
 
     Returns:
-        The norm of each call, and the largest relative error of the gradients after each call with the factor
-        min(1, max_norm / (norm + 1e-6)).
+        The norm of each call, and the largest relative error of the clipped gradients of each call. The expected gradients
+        are the original ones times min(1, max_norm / (norm + 1e-6)).
     """
     model = model_of(case)
     norms, errors = [], []

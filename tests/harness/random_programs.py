@@ -55,8 +55,8 @@ class Drawn:
 
     Args:
         axes: Names and sizes, in order.
-        asks: Whether each rank requests groups on its own, in its own order; otherwise all ranks create groups
-            together.
+        asks: True: each rank creates groups when it requests them, in its own order. False: all ranks create the same
+            groups together first.
         meets: Whether groups are initialized once the optimizer has been constructed, as over NCCL.
     """
 

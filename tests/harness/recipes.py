@@ -1,4 +1,4 @@
-"""Run the recipes of docs/integrations for other trainers, in processes started by torchrun."""
+"""Run the code of the recipes in docs/integrations, and scripts in processes started by torchrun."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def dense_2d(p: Full, ids: Tensor) -> Tensor:
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
 
 
-# A pipeline of two stages whose last ties its classifier to the first's embedding --------------------------------------
+# A pipeline of two stages with a tied embedding and classifier ---------------------------------------------------------
 
 
 class Stage(nn.Module):

@@ -67,7 +67,7 @@ def train_block(
                 x = x.chunk(data)[registry.coordinate["data"]]
             optimizer.zero_grad()
             optimizer.backward(block(x.chunk(2, 1)[registry.coordinate["tensor"]]).square().sum() * data)
-            if functional:  # complete gradients, compute norms and clip without the optimizer
+            if functional:  # reduce gradients, compute norms and clip without the optimizer
                 sync_gradients(block.parameters(), registry)
                 norms.append(float(clip_grad_norm_(block.parameters(), 0.4, registry).total_norm))
                 with torch.no_grad():

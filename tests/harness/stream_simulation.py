@@ -699,7 +699,7 @@ def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None)
         return address(tensor.elements if isinstance(tensor, DeviceTensor) else tensor)
 
     def reading(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return ``method``, which reads elements without an operator, with a note of this access."""
+        """Return a replacement of ``method``, which reads elements without an operator, that also notes this access."""
 
         def read(tensor: Tensor) -> Any:
             tensor = tensor.cpu()

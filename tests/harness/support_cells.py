@@ -1,7 +1,8 @@
-"""Compute the cells of the support matrix: every layout, form of data parallelism and precision mode.
+"""Compute the cells of the support matrix: layouts, forms of data parallelism, and precision modes.
 
-The model is two blocks of a layer norm and two linear layers. All layouts use the same full weights and batches,
-so a cell is correct if it ends with the weights of a single process that trains the full model in the same mode.
+Each layout has all modes, except those in `SOME`. The model is two blocks of a layer norm and two linear layers. All
+layouts use the same full weights and batches. So a cell is correct if its norms and final weights are, up to rounding,
+those of a single process that trains the full model in the same mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A forked ``python`` process behaves like a fresh one: its environment, output, exit code and child processes."""
+"""A forked ``python`` process has the environment, output and exit code of a fresh one, and a timeout kills it with its
+children."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_forked_process_sees_same_environment_as_fresh_process(tmp_path: Path, h
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", (-9, "", "")),
     ],
 )
-def test_forked_process_exits_like_fresh_process(code: str, ended: tuple[int, str, str]) -> None:
+def test_forked_process_has_expected_exit_code_and_output(code: str, ended: tuple[int, str, str]) -> None:
     done = forked_python.run("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == ended
 

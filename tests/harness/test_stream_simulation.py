@@ -1,4 +1,4 @@
-"""The simulation reports exactly the memory accesses that no event orders."""
+"""The simulation reports planted accesses that no event orders, and reports none of the ordered accesses."""
 
 from __future__ import annotations
 

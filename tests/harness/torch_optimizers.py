@@ -126,7 +126,8 @@ def _copy(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether nested containers hold bitwise identical values of the same types."""
+    """Return whether nested containers hold equal values. Tensors must also have equal dtypes, and lists and tuples the
+    same type."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)

@@ -120,7 +120,7 @@ def largest_error(by_rank: list[list[Part]], full: Full) -> float:
 
 
 def copies_differ(by_rank: list[list[Part]]) -> list[str]:
-    """Return the shards whose replicas differ between two ranks in any bit."""
+    """Return the shards whose replicas have unequal values on two ranks."""
     seen: dict[tuple[Any, str], Tensor] = {}
     return [
         f"{part.key} {part.region}"

@@ -45,7 +45,8 @@ def each_trained(
 
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
-    """Return for each optimizer the number of collectives of a step minus that of SGD with the same options."""
+    """Return for each optimizer how many more collectives of each kind a step issues than a step of SGD with the same
+    options."""
     sgd: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
     counts: list[Counter[str]] = []
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):

@@ -172,7 +172,7 @@ def token_batches(epoch: int, rank: int) -> Sequence[tuple[Tensor, Tensor]]:
     return [(batch[rank::2], 10 * F.one_hot(batch[rank::2], 64).float()) for batch in tokens]
 
 
-# Clipping with accelerate's own function, and without it -----------------------------------------------------------------
+# Clipping by accelerate's own function and by meshstep -------------------------------------------------------------------
 
 
 def two_meshes(how: str) -> tuple[float, float, list[Tensor]]:

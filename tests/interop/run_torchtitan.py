@@ -1,6 +1,7 @@
-"""The llama3 debug model of torchtitan on 4 ranks: stock, with the recipe, and resumed with the recipe.
+"""A debug model of torchtitan on 4 ranks: stock, with the recipe, and resumed with the recipe.
 
-run_torchtitan.py FOLDER LAYOUT. `on_cpus` makes torchtitan run on CPUs.
+The model is llama3; with expert parallelism it is Qwen3 MoE, and no run is resumed. `on_cpus` makes torchtitan run on CPUs.
+The command is run_torchtitan.py FOLDER LAYOUT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The norm of DeepSpeed's engine with flags of `mark_model_parallel`, and `ParallelOptimizer` without and in the engine."""
+"""The norm of DeepSpeed's engine with the flags of `mark_model_parallel`, and training by `ParallelOptimizer` instead of
+the engine and inside it."""
 
 from __future__ import annotations
 

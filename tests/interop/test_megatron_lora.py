@@ -70,7 +70,8 @@ ADAPTERS: list[tuple[str, dict[str, bool]]] = [
 def trained(
     sizes: dict[str, int], options: dict[str, Any], adapters_options: dict[str, bool]
 ) -> tuple[Weights, Weights, list[float], Weights]:
-    """Return all weights of the base model, adapter weights before and after the steps, and norms."""
+    """Return all weights of the base model, the adapter weights before the steps, the norms, and the adapter weights after
+    the steps."""
     with megatron(**sizes), registry_of() as registry:
         given: dict[str, Any] = {**sizes, **options}
         model = gpt(**given).double()

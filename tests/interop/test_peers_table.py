@@ -1,4 +1,7 @@
-"""tests/benchmarks/peers.py with the real packages at a small size: the table has a row for each library."""
+"""tests/benchmarks/peers.py with the real packages at a small size: the table has a row for each library.
+
+DeepSpeed may refuse fp16 on a processor; then the script prints this instead of the row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ ROWS = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's ker
 
 
 @pytest.mark.parametrize("flags", ["--ranks 2", "--train"])
-def test_peers_benchmark_prints_a_row_for_each_library(flags: str) -> None:
+def test_peers_benchmark_prints_a_row_for_each_supported_library(flags: str) -> None:
     command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "64", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

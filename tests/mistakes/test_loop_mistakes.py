@@ -499,14 +499,14 @@ def negative_weight(run: Run) -> None:
     run.optimizer().backward(run.loss(0), weight=-1)
 
 
-def divided_by_eight(dense: Dense) -> None:
+def divided_by_four(dense: Dense) -> None:
     for step in range(3):
         dense.sgd.zero_grad()
         dense.backward(step, factor=1 / 4)
         dense.step()
 
 
-@mistake("data=2", AsTorch(divided_by_eight), write="pass a sum with `weight=`, or a mean without")
+@mistake("data=2", AsTorch(divided_by_four), write="pass a sum with `weight=`, or a mean without")
 def weight_with_a_mean(run: Run) -> None:
     """`weight=` with a loss that is already a mean: the loss is divided by the number of samples twice."""
     optimizer = run.optimizer()

@@ -548,8 +548,8 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# Replica checks compare the stepped tensors. A second check compares the model's parameters in two cases: the stepped
-# tensors are shards of the parameters; or they are copies, such as master weights, and `Fingerprints` is used.
+# Replica checks compare the stepped tensors. A second check compares the model's parameters in two cases: `Sharded` is
+# used; or `Fingerprints` is used together with master weights or any state placement.
 
 
 def replica_checks(

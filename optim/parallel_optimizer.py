@@ -163,9 +163,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             (default): 32 MiB; 16 MiB for buckets that are reduced during backward with ``overlap=True``; 8 MiB with
             ``sum_order="fixed"``. Smaller buckets need more collectives. It has no effect on `Sharded`, whose buckets
             have 32 MiB.
-        states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
-            `StatePlacement` of your own). The param groups then hold other tensors than the model, such as shards
-            (`stepped_tensors`). Default: none.
+        states: One state placement, or several of different classes: `Sharded`, `Offloaded`, `HalfStates`, `Replayable`,
+            or a `StatePlacement` of your own. With `Sharded` and `Offloaded`, the param groups hold other tensors than
+            the model, such as shards (`stepped_tensors`). Default: none.
         check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit; only
             `Fingerprints` distinguishes NaNs, and 0 from -0. If they differ, every rank raises `ReplicaMismatchError`
             before anything is stepped.
@@ -822,7 +822,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window.clipped(decision)
         return decision, problem
 
-    # Binding ---------------------------------------------------------------------------------------------------------
+    # Param groups, and objects that depend on them -------------------------------------------------------------------
 
     def _bind(self, plan: ReductionPlan, thresholds: AgreedThresholds) -> None:
         """Create the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
@@ -908,8 +908,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             optimizer.refresh()
 
         Every rank must call it at the same point. It is needed after you unfroze a parameter that was frozen when the
-        optimizer was made or last refreshed. The parameter gets a master weight, shards and
-        gradient buckets, and trains in its own param group, as in a torch optimizer. So learning-rate schedules continue.
+        optimizer was made or last refreshed. The parameter gets a gradient bucket and, in modes and state placements that
+        use them, a master weight and shards. It trains in the param group that you put it in, as in a torch optimizer. So
+        learning-rate schedules continue.
 
         Freezing needs no call: a frozen parameter is not stepped. After the call its gradient is no longer reduced, except
         by `Sharded`. Its optimizer state is kept, and is used again if you unfreeze the parameter and call `refresh`.

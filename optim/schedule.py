@@ -1,4 +1,4 @@
-"""Learning-rate schedules that do not advance after a skipped step, and `HoldOnSkip` for torch's schedules.
+"""Learning-rate schedules that by default do not advance after a skipped step, and `HoldOnSkip` for torch's schedules.
 
     schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
     for batch in loader:
@@ -8,8 +8,8 @@
 
 In this file, to advance a schedule means to set it to its next step, and to hold it means to leave it unchanged.
 `schedule.step()` holds the schedule in the middle of an accumulation window (the micro-batches of one optimizer step),
-and after a skipped step. Otherwise it advances the schedule. The step decision (skipped or not) is computed on the device.
-The host reads it late, so that it does not have to wait::
+and, unless ``hold_on_skip=False``, after a skipped step. Otherwise it advances the schedule. The step decision (skipped
+or not) is computed on the device. The host reads it late, so that it does not have to wait::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
     device   ...step k computes... decision k                 ...step k + 1 computes... decision k + 1
@@ -146,7 +146,7 @@ class FlagCopy:
         return bool(self._flag)
 
 
-# Hold -----------------------------------------------------------------------------------------------------------------
+# Advance of a schedule, unless the optimizer's step was skipped ---------------------------------------------------------
 
 
 class Hold:
@@ -268,7 +268,7 @@ def progress(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 class WarmupLR(LRScheduler):
-    """Base class of schedules with a linear warm-up and a decay to a floor, which advance only after a taken step.
+    """Base class of schedules with a linear warm-up and a decay to a floor. By default, skipped steps do not count.
 
     Subclasses define `decay`. Call `step` once after each call of ``optimizer.step``. With a `ParallelOptimizer`,
     `step` leaves the rates unchanged in the middle of an accumulation window, and after a skipped optimizer step (for

@@ -1,6 +1,7 @@
-"""The contents of a checkpoint: full tensors by key, which do not depend on the mesh, and one record per rank.
+"""The contents of a checkpoint: tensors by key, and one record per rank.
 
-A piece is the shard of a parameter that the optimizer steps on one rank. Keys of full tensors:
+A piece is the shard of a parameter that the optimizer steps on one rank. Keys of tensors; all tensors except those under
+``piece/`` are full tensors, which do not depend on the mesh:
 
     model/<parameter>               the model's parameters and declared buffers
     state/<key>/<parameter>         optimizer state of the parameter's shape; pieces without a state get initial values
@@ -524,7 +525,7 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# Contents -------------------------------------------------------------------------------------------------------------
+# Keys of tensors, records of ranks, and the contents of an optimizer's state dict ---------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
 # Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. They are not saved, except for

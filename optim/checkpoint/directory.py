@@ -207,7 +207,7 @@ def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
     return parts + [view[at : at + BLOCK] for at in range(first, len(view), BLOCK)]
 
 
-# Directory ------------------------------------------------------------------------------------------------------------
+# Directories of checkpoints, and their manifests ----------------------------------------------------------------------
 
 FORMAT = 3
 MANIFEST = "meshstep.json"

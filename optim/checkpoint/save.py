@@ -10,10 +10,11 @@
         if step % 100 == 99:
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors.
-When saving, ranks write their shards, and each replicated shard once; when loading, each rank reads the parts that it
-needs. So a run that was saved on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one
-process. The parameters of all ranks together must have the same names and full shapes as in the saved model.
+Parameters, master weights, and optimizer states of their parameter's shape are stored as full tensors, which do not
+depend on the layout. When saving, ranks write their shards, and each replicated shard once; when loading, each rank
+reads the parts that it needs. So a run that was saved on a mesh tensor=2 can continue on row=2,col=2, with another number
+of shards, or in one process. The parameters of all ranks together must have the same names and full shapes as in the
+saved model. A shard's optimizer state of another shape, unless it is one number, can only be loaded for an equal shard.
 
 `torch.distributed.checkpoint` plans which rank writes which part. A checkpoint is a directory: files with the bytes of
 tensors, an index of these files, files with other data, and a manifest with checksums.

@@ -284,7 +284,10 @@ class TorchStates(torch.optim.Optimizer):
         self._optimizer.transforms.clear(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing. torch's state-dict functions call it to create initial states, which already exist."""
+        """Do nothing, because the constructor has created initial states if the optimizer has any.
+
+        torch's state-dict functions call it to create states if `state` is empty.
+        """
 
     # Locations of states ----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from ..step.wrapped_optimizer import own_calls
 
-# Positions of the param groups ----------------------------------------------------------------------------------------
+# Param groups: their parameters, and the tensors that replace them ---------------------------------------------------
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
@@ -213,7 +213,9 @@ class PlacementContext:
 
 @renamed_members(link="transform", draws="rounds_stochastically")
 class StatePlacement(ABC):
-    """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept.
+    """A state placement: an item of the argument ``states`` of `ParallelOptimizer`, which makes a parameter transform.
+
+    It is immutable. For example, `Sharded` shards optimizer states, and `Offloaded` keeps some of them on the CPU.
 
     ```python
     class CountedUpdates(StatePlacement):
@@ -288,9 +290,10 @@ class ParamTransform:
     ``supports_partial_step``. `TransformChain` sets it."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
-        """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
+        """Return True if gradients are reduced, measured and clipped in place on ``tensor``, an input of this transform.
 
-        False (default): they are reduced, measured and clipped on the replacement of ``tensor``.
+        False (default): this is done on the replacement of ``tensor``. An update that gets a clip coefficient
+        (`UpdateRequest.factor`) applies it to the gradients of the stepped tensors in either case.
         """
         return False
 
@@ -434,8 +437,8 @@ class ParamTransform:
         """Return the entries that a checkpoint needs in addition to the optimizer's own state.
 
         Keys must be unique among transforms. `save_checkpoint` stores the entry ``"masters"`` of each rank. It does not
-        store ``"shards"`` and ``"dtypes"``, which `load_checkpoint` makes for the new layout. It stores all other
-        entries from rank 0 only, so they must be plain values that are equal on all ranks.
+        store ``"shards"`` and ``"dtypes"``; `load_checkpoint` takes these from the optimizer that it loads into. It stores
+        all other entries from rank 0 only, so they must be plain values that are equal on all ranks.
         """
         return {}
 
@@ -508,10 +511,10 @@ class LocalTensors(ParamTransform):
         a step to create optimizer states, before they load states.
 
         Returns:
-            The error for a gradient with an unsupported layout, whose local gradient is filled with NaN; None: no
-            error.
-        Collectives: an all-reduce for a gradient that was partial in the first step over an axis that shards the
-            parameter.
+            The error for a gradient that is not a DTensor or has unsupported placements; its local gradient is filled
+            with NaN. None: no error.
+        Collectives: for each parameter, one all-reduce per axis that shards the parameter and over which its gradient was
+            partial in the first step.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -530,7 +533,10 @@ class LocalTensors(ParamTransform):
         return problem
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, then give the gradients back to the DTensors, so that clearing these gradients frees memory."""
+        """Call ``update``, then remove the local gradients, so that clearing the DTensors' gradients frees memory.
+
+        A DTensor without a gradient first gets the gradient of its local parameter.
+        """
         from ...parallel.interop.dtensor import return_gradient
 
         update(request)

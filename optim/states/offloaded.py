@@ -3,12 +3,13 @@
     device   parameters, gradients ----------+                           +--> parameters
     CPU                                      +--> step of the copies ----+
 
-The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients
-of offloaded parameters to the CPU, where it updates copies of these parameters. It then copies the new weights back in
-the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
+The parameters stay on the device, where their gradients are reduced and measured. A step copies the gradients of
+offloaded parameters to the CPU, where it updates copies of these parameters. It then copies the new weights back in the
+parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
 
-Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates. "down"
-is the transfer of gradients to the CPU, "up" is the transfer of weights to the device, and numbers are buckets:
+Transfers use buckets of up to 32 MiB of gradients, with one copy per direction. If the optimizer steps bucket by bucket
+(see `Offloaded`), they overlap with the CPU's updates. "down" is the transfer of gradients to the CPU, "up" is the
+transfer of weights to the device, and numbers are buckets:
 
     device      step of the other parameters
     down        1 | 2 | 3

@@ -41,7 +41,7 @@ from ..step.torch_engine import lay_out_states
 from ..step.wrapped_optimizer import COPIED_ATTRIBUTES, guard_calls, own_calls, parts_of, remove_guard
 from .chain import TransformChain, params_of
 
-# Rank layout of optimizer states --------------------------------------------------------------------------------------
+# The rank that a state dict belongs to ---------------------------------------------------------------------------------
 
 # The state dict of a rank contains the rank's coordinates. Only a rank with the same coordinates can load it.
 
@@ -114,7 +114,7 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if ``module`` is torch's module of state-dict functions, which would save wrong states or none.
+    """Raise ValueError if torch's state-dict functions called `state_dict`, and would save wrong states or none.
 
     The functions of `torch.distributed.checkpoint.state_dict` look up the state of a model parameter by the parameter
     itself. They don't find states of shards or master weights, and save shards of different ranks as if they were
@@ -245,7 +245,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.SparseAdam,
     }
 )
-"""torch's optimizers whose states are 0-dim or have their parameter's shape."""
+"""Optimizers of torch. Each of their states that is a tensor is 0-dim or has its parameter's shape."""
 
 
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -311,7 +311,7 @@ class Saved:
         """Return the wrapped optimizer's state dict with one more entry ``"meshstep"``, a dict.
 
         ``"meshstep"`` has the precision mode, the loss scale, the transforms' entries (such as masters), this rank's
-        coordinates, the state of the clipping rule, and ``counts``.
+        coordinates, the state of the clipping rule if the rule has one, and ``counts``.
 
         Args:
             counts: Numbers of skipped steps, by name.

@@ -1,11 +1,11 @@
 """Optimizer-state sharding (ZeRO-1) and gradient sharding (ZeRO-2) over a mesh axis.
 
     ZeRO-1    gradient buckets --reduce-scatter--> this rank's slices, stepped --all-gather--> parameters
-    ZeRO-2    as ZeRO-1, but a bucket is reduced as soon as backward has filled it, and its gradients are freed
+    ZeRO-2    as ZeRO-1, but most buckets are reduced as soon as backward has filled them; then gradients are freed
 
 An all-reduce consists of a reduce-scatter and an all-gather. So in ZeRO-1 the communication volume is the same as with
-replicated data parallelism. With an axis of size N, each rank does 1 / N of the update's work and stores 1 / N of the
-optimizer states and masters, apart from padding of a few elements per parameter.
+replicated data parallelism. With an axis of size N, each rank does 1 / N of the update's work on the sharded parameters,
+and stores 1 / N of their optimizer states and masters, apart from padding of a few elements per parameter.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """
@@ -131,9 +131,9 @@ class ZeroBucket:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _part(self, segment: Segment) -> Tensor:
-        """Return the segment's elements as a detached 1-dim tensor: a view if the parameter is contiguous, else a copy.
+        """Return the segment's elements as a detached 1-dim tensor: a view if the parameter is contiguous.
 
-        The result does not share the parameter's version counter.
+        Otherwise it is a view or a copy, as of `torch.Tensor.reshape`. It does not share the parameter's version counter.
         """
         flat = self.params[segment.position].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]

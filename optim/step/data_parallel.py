@@ -109,7 +109,7 @@ class GradSyncController(ABC):
     With ``accumulation_steps``, reduction is on only for the last micro-batch of an accumulation window.
 
     Attributes:
-        on: True if the next backward reduces gradients.
+        on: True if the next backward may reduce gradients. `set` changes it.
         is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces gradients.
         in_backward: True if a data-parallel module averages all gradients over data-parallel axes before backward ends.
         float32_grads: True if half-precision parameters may have float32 gradients.

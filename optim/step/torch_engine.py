@@ -1,4 +1,7 @@
-"""The update engine of torch's own kernels. Clip factor and skip flag stay on the device, and kernel bugs are avoided."""
+"""The update engine that calls the torch optimizer's own `step`, with workarounds for bugs of torch's kernels.
+
+For optimizers that can skip a step on the device, the clip factor and the skip flag are not read on the host.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +251,7 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     return copy
 
 
-# Torch update ---------------------------------------------------------------------------------------------------------
+# The update by torch's kernels ----------------------------------------------------------------------------------------
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

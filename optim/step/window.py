@@ -253,7 +253,8 @@ class Window:
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
         sync_skipped: True if gradient reduction in backward was turned off for the last micro-batch.
-        reduced: True if a backward of this window reduced gradients, or if they were then moved out of the parameters.
+        reduced: True if a backward of this window has reduced gradients, or if gradients were moved out of the parameters
+            during or after it.
         pending_clip: The clipping rule of an explicit clip before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.

@@ -207,7 +207,7 @@ class Round:
                 for index in range(lists):
                     for box in boxes(matrix).get(self._me, ()):
                         place = TransferSlice(number, index, box, None if home == self._me else at)
-                        for position in self._tensors.positions_of(matrix.tensor, box):  # yields one position
+                        for position in self._tensors.positions_of(matrix.tensor, box):  # one position
                             found.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
         return found

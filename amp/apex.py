@@ -112,8 +112,8 @@ class ApexFp16(Precision):
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict with float16 and bfloat16 tensors cast to float32.
 
-        If several keys refer to one shared parameter, they refer to one tensor in the result. The values are the weights
-        that the forward pass uses. The more precise float32 master weights of O2 are in the optimizer's state dict.
+        If several keys refer to one shared parameter, they refer to one tensor in the result. The values are those of
+        the model's parameters. The more precise float32 master weights of O2 are in the optimizer's state dict.
 
         Args:
             model: The prepared module.

@@ -81,7 +81,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
             tensor.grad = grad.to(dtype)
     for module in model.modules():
         if changes and isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # otherwise torch warns on a GPU that the weights are not contiguous in memory
+            module.flatten_parameters()  # otherwise torch warns on a GPU that the weights are not in one chunk of memory
     return bool(changes)
 
 

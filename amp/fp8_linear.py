@@ -208,12 +208,12 @@ class Fp8RowMatmul:
 
         output = Fp8RowMatmul()(input, weight, bias)
 
-    The operands of a product are matrices whose rows lie along the dim that the product sums over. This dim is the input
+    Each operand of a product is a matrix whose rows extend along the dim that the product sums over. This dim is the input
     features in forward, the output features for the input gradient, and the samples for the weight gradient. The scale of a
     row is computed from the largest absolute value of the full row. If the dim is sharded, this value is all-reduced.
 
     If a dim of this rank's weight shard is not a multiple of 16, nothing is rounded: the call returns
-    `torch.nn.functional.linear` of its arguments. Errors and collectives below do not apply then.
+    `torch.nn.functional.linear` of its arguments. Dtypes, errors and collectives below do not apply then.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
@@ -290,7 +290,7 @@ def _product(
         registry, axes: The process groups, and the axes that shard the dim k.
         b_cache: The cache of the rounded ``b``. Default None: ``b`` is not cached.
         orientation: Part of the key in the cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if ``b`` is the weight's
-            transpose. Default: no text, for a ``b`` without a cache.
+            transpose. Default: an empty string, for a ``b`` without a cache.
     """
     how = orientation, registry, axes
     return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
@@ -454,7 +454,7 @@ class WeightCache:
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry under ``how``. The next step of a torch optimizer removes the entry."""
+        """Store an entry under ``how``. `forget_rounded` removes it, usually after the next step of a torch optimizer."""
         CACHE[self._weight][how] = self._identity, rounded
 
 

@@ -443,10 +443,10 @@ def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor
 # distinguishes. Ties are therefore rounded away from zero. All other values round to nearest: values more than half a unit
 # above the largest bfloat16 become infinity, and denormals are ordinary numbers.
 #
-# NaN. The bits of a master are rounded as an integer. The bits of some NaNs would round to infinity or overflow into -0.
-# `split_master` therefore lowers the bits of a NaN by half a unit (`_code`), so the weight of a NaN is a NaN. For the
-# 131,070 signalling NaNs whose upper half is 0x7f80 or 0xff80, the weight would still be an infinity. `split_master`
-# first makes these NaNs quiet, as any arithmetic would. All other masters are restored bitwise.
+# NaN. The bits of a master are rounded as an integer. The bits of some NaNs would round to infinity, or overflow into
+# a zero of the opposite sign. `split_master` therefore lowers the bits of a NaN by half a unit (`_code`), so the weight of
+# a NaN is a NaN. For the 131,070 signalling NaNs whose upper half is 0x7f80 or 0xff80, the weight would still be an
+# infinity. `split_master` first makes these NaNs quiet, as any arithmetic would. All other masters are restored bitwise.
 #
 # Written weights. The model's code may write a weight but not its remainder. The remainder then belongs to an older
 # weight. `join_master` accepts any pair of weight and remainder: the master that it returns always rounds to the weight.

@@ -29,7 +29,9 @@ from .master_weights import is_half_kept, load_shared_numbers_exactly
 
 # Stochastic rounding of tensors ---------------------------------------------------------------------------------------
 
-CACHED = 2**16  # maximum number of elements that a CPU rounds at a time, so that temporaries fit into its cache
+# Maximum total of the elements of several tensors that a CPU rounds together, so that temporaries fit into its cache. A
+# larger tensor is rounded alone.
+CACHED = 2**16
 
 
 @torch.no_grad()

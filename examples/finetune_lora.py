@@ -6,9 +6,10 @@
     torchrun --standalone --nproc-per-node 4 examples/finetune_lora.py --base base --topology data=2,tensor=2 --fsdp
     python examples/finetune_lora.py --base base --full
 
-The first command trains the model on Python's documentation. The other commands load it in their own layout, freeze it,
-and train adapters on source code of Python's standard library. The losses are the same on every layout. `--full` trains all
-weights instead, for a comparison of losses and memory. `--adapter DIR` writes the adapter in the files of PEFT.
+The first command trains the model on Python's documentation. The other commands load it in their own layout. They freeze
+it, and train adapters on source code of Python's standard library. The losses are the same on every layout. With `--full`
+they train all weights instead, for a comparison of losses and memory. `--adapter DIR` writes the adapter in the files of
+PEFT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small network, split over any number of processes, learns handwritten digits (pip install 'meshstep[examples]')."""
+"""A small network learns handwritten digits, in one process or in several (pip install 'meshstep[examples]')."""
 
 import argparse
 

@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def write(self, beginning: str, generator: torch.Generator, temperature: float = 0.6) -> str:
-        """Return a paragraph that continues ``beginning``. Call it on all ranks, with generators in the same state."""
+        """Return a paragraph that starts with ``beginning``. Call it on all ranks, with generators in the same state."""
         text = [0, *beginning.encode()]
         while len(text) < CONTEXT:
             logits = self.sequence.last(self(torch.tensor([text], device=self.registry.device)), len(text))[0]

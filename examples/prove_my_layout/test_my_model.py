@@ -48,7 +48,7 @@ def is_proved(topology: Topology, forget_sum: bool) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_step_equals_the_dense_network(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
+def test_gradients_equal_dense_gradients(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
     ranks.run(is_exact, topology.world_size, topology, forget_sum)
 
 
@@ -60,7 +60,7 @@ def test_prove_finds_no_wrong_gradient(ranks: Ranks, forget_sum: bool, topology:
 
 @settings(max_examples=10, deadline=None)
 @given(topology=topologies(4, axes=("data", "tensor")), hidden=st.integers(1, 3), samples=st.integers(1, 3))
-def test_step_is_exact_on_any_mesh_and_size(
+def test_gradients_are_exact_on_random_topologies_and_sizes(
     ranks: Ranks, forget_sum: bool, topology: Topology, hidden: int, samples: int
 ) -> None:
     hidden, samples = hidden * topology.world_size, samples * topology.world_size  # divisible by the mesh

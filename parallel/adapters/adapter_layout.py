@@ -89,7 +89,7 @@ def elements_at(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
 class AdapterLayout:
     """Layout of an adapter on a replicated base layer: the specs of its factors, and the collectives of its forward.
 
-    Subclasses are for sharded base layers.
+    Subclasses are for sharded base layers, and for parameters of several experts.
 
     Args:
         registry: The process groups.

@@ -258,11 +258,14 @@ def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
                         yield f"{name}.modules_to_save.{key}.{inner}", originals[inner], param
 
 
-# Random values of zero factors ----------------------------------------------------------------------------------------
+# Specs, constant norms and random factors for `prove` -----------------------------------------------------------------
 
 
 def derived_specs(model: nn.Module) -> dict[str, P]:
-    """Return the specs, derived from the base layers, of the factors of all `LoRA` and `GroupedLoRA` modules by name."""
+    """Return the specs of the factors of all `LoRA` and `GroupedLoRA` modules by name, derived from the base layers.
+
+    For each `LoRA` module, the dict also has the spec and the name of DoRA's magnitudes, even without DoRA.
+    """
     found: dict[str, P] = {}
     for adapter in adapters_of(model):
         if (layout := adapter.layout) is not None:
@@ -354,7 +357,7 @@ def _fill(param: Tensor, name: str, registry: ProcessGroupRegistry, seed: int) -
     local.normal_(0.0, max(min(param.shape), 1) ** -0.5, generator=generator)
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Registry, layout and checks of an adapter ----------------------------------------------------------------------------
 
 
 def registry_in(model: nn.Module) -> ProcessGroupRegistry:

@@ -247,7 +247,7 @@ def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> l
 def hints_of_equal_stages(values: Sequence[Mapping[str, Hashable]], topology: Topology) -> tuple[str, ...]:
     """Return at most one text, which names parameters of different pipeline stages with equal values.
 
-    A parameter that equals another parameter of its own stage is not named, because such copies are usually intended.
+    Parameters with equal values are not named if two of them are on one stage, because such copies are usually intended.
 
     Args:
         values: {name: fingerprint of the value} of the parameters on each rank that are neither constant nor tied.

@@ -140,7 +140,7 @@ def _places(module: nn.Module) -> list[tuple[tuple[nn.Module, str], Tensor]]:
     return [((part, name), param) for part in module.modules() for name, param in part.named_parameters(recurse=False)]
 
 
-# Layout -----------------------------------------------------------------------------------------------------------------
+# The spec and annotation of a DTensor -----------------------------------------------------------------------------------
 
 
 def placement_spec(tensor: DTensor) -> P:
@@ -513,7 +513,7 @@ def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], in
             counts[ranks] += 1
 
 
-# One gradient ------------------------------------------------------------------------------------------------------------
+# Conversion of one gradient to the parameter's placements ----------------------------------------------------------------
 
 
 def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_sum: bool) -> Tensor | None:

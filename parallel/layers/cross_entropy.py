@@ -5,7 +5,7 @@
 
 [c = target] is 1 for the target class, else 0. The numbers m, s and x_target - m are all-reduced over the axis that shards
 the classes, so each rank stores only the logits of its own classes. With label smoothing e over C classes, (1 - e) [c =
-target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
+target] + e / C replaces [c = target]. The sum of x_c - m over all classes is then all-reduced too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """

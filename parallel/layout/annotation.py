@@ -136,7 +136,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
     Raises:
         ValueError: A rule matches no parameter; a parameter has no layout, and no rule matches it; two equally specific
             rules give a parameter different layouts; a pattern gives a parameter another layout than a rule of an
-            earlier call; or a spec has more entries than its parameter has dims.
+            earlier call, other than ``"*"``; or a spec has more entries than its parameter has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())
@@ -181,7 +181,7 @@ def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name:
     ``rule`` is the most specific of the ``rules`` that may change the layout. None: there is no such rule.
 
     Raises:
-        ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call.
+        ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call, other than ``"*"``.
     """
     if rule == name:
         return False

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..mesh.topology import Topology
 from .spec import P
 
-# Svg ------------------------------------------------------------------------------------------------------------------
+# SVG elements ---------------------------------------------------------------------------------------------------------
 
 # SVG is written as text, because that needs no package.
 #
@@ -83,7 +83,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
     return "\n".join([*lines, "</svg>", ""])
 
 
-# Picture --------------------------------------------------------------------------------------------------------------
+# The picture: one panel per parameter, one card per rank --------------------------------------------------------------
 
 MOST = 64  # largest number of ranks in a picture
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900

@@ -143,7 +143,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-# Entries --------------------------------------------------------------------------------------------------------------
+# Entries of a spec ----------------------------------------------------------------------------------------------------
 
 # An entry of a spec has the axes that shard one tensor dim:
 #   ("a", "b")        a shards the dim, then b shards each shard of a
@@ -281,7 +281,7 @@ def _by_axis(
         yield from zip(axes, others, strict=True)
 
 
-# Spec -----------------------------------------------------------------------------------------------------------------
+# The spec `P` ---------------------------------------------------------------------------------------------------------
 
 
 @renamed_members(holders="num_replicas", on="resolve", cuts="joint_dim_axes", together="joint_axes")

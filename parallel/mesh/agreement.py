@@ -1,6 +1,7 @@
-"""Functions that every rank calls at the same point, to gather objects, to compare settings, or to run a function.
+"""Gather objects from all ranks, compare settings between ranks, and run a function on all ranks.
 
-`on_all_ranks` raises an error of one rank on every rank, so that no rank waits for a failed rank.
+Every rank must call `gather_objects`, `on_all_ranks`, `on_all_ranks_with` and `check_same` at the same point. Other
+functions are local. `on_all_ranks` raises an error of one rank on every rank, so that no rank waits for a failed rank.
 """
 
 from __future__ import annotations

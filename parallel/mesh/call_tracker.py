@@ -192,7 +192,7 @@ def _end() -> None:
         _answering.stop()
 
 
-# Calls ----------------------------------------------------------------------------------------------------------------
+# Tracked calls --------------------------------------------------------------------------------------------------------
 
 _NO_REPLY = "got no reply"
 # gloo raises the second text in collectives that follow a collective which timed out.
@@ -370,7 +370,7 @@ def is_transport_error(error: BaseException | None) -> bool:
     return type(error) is RuntimeError and _NO_REPLY not in text and any(part in text for part in _GLOO_ERRORS)
 
 
-# The error ------------------------------------------------------------------------------------------------------------
+# The text of the error when a collective fails ------------------------------------------------------------------------
 
 
 def _explain(call: Call, registry: Caller, error: BaseException) -> str:
@@ -442,7 +442,7 @@ def _is_library(frame: FrameType) -> bool:
     return package in ("torch", "meshstep") or package in sys.stdlib_module_names
 
 
-# Stack frames ---------------------------------------------------------------------------------------------------------
+# Information from stack frames ----------------------------------------------------------------------------------------
 
 
 # Use the first two functions only if another library calls a method of this library, and the result must depend on the

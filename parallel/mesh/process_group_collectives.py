@@ -46,7 +46,7 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *,
     return getattr(dist, REDUCE_SCATTER)(own, whole, group=group, async_op=async_op)
 
 
-# Objects --------------------------------------------------------------------------------------------------------------
+# All-gather of objects ------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -5,7 +5,8 @@
     experts  (edp=2, expert=4)      4, 1        edp                      expert = data_1 x tensor
 
 The stride of a mesh dim is the difference between neighbouring ranks along it. A mesh dim of size n and stride s has the
-bounds s and s * n. The bounds of all mesh dims, 1 and the number of ranks are sorted, and each bound must divide the next
+bounds s and s * n. A flattened mesh dim may be a grid with several (size, stride) pairs, and has the bounds of each pair.
+The bounds of all mesh dims, 1 and the number of ranks are sorted, and each bound must divide the next
 larger one. Each pair of consecutive bounds (low, high) gives an axis of stride low and size high / low.
 """
 

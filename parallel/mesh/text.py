@@ -164,8 +164,8 @@ def _groups(topology: Topology, rank: int | None) -> list[str]:
     """Return the lines of the table of groups.
 
     The table has a header, one line per axis with the aliases of this single axis, and one line per set of axes that has
-    an alias, with all its aliases. Further lines are for all data axes together, for all model axes together, and for all
-    pipeline and model axes together.
+    an alias, with all its aliases. Further lines are for all data axes together and for all model axes together, if
+    there are several, and for all pipeline and model axes together, if there are both.
     """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     for alias, atoms in topology.aliases.items():

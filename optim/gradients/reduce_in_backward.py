@@ -224,10 +224,10 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
-    """Return True if the model may issue collectives over axes along which ranks may lack different gradients.
+    """Return True if the model may issue collectives between ranks of which only some have a gradient of a parameter.
 
-    Ranks may lack different gradients along ``axes``, and along data-parallel axes larger than 1, because their ranks
-    see different samples. The model is assumed to issue collectives over each of these axes. Exception: an axis whose
+    Such ranks may differ along ``axes``, and along data-parallel axes larger than 1, because their ranks see different
+    samples. The model is assumed to issue collectives over each of these axes. Exception: an axis whose
     name says that it only divides the batch, such as ``data`` (`Topology.is_batch_only_axis`), unless a spec names it.
 
     Args:

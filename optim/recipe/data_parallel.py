@@ -159,7 +159,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model: the items, with submodules, of its outermost ModuleLists and Sequentials."""
+    """Yield the blocks of a model: the items of its outermost ModuleLists and Sequentials that have submodules."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):

@@ -42,7 +42,7 @@ class Pair(nn.Module):
     """An adapter as users write it: two parameters beside a layer.
 
     Args:
-        wrong: A mistake in the forward: "no sum" or "summed twice".
+        wrong: A mistake in the forward: "no sum", "summed twice", or "" for none.
     """
 
     def __init__(self, layer: Any, registry: ProcessGroupRegistry, a: tuple[int, int], b: tuple[int, int], wrong: str):

@@ -1,4 +1,4 @@
-"""LoRA on experts: each rank holds different experts, as separate modules or stacked in one parameter."""
+"""LoRA on experts: separate modules on different ranks, or stacked in one parameter that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def full_factors(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
 
 
 def randomize(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Set B to random values that depend on the number of the expert in the dense model."""
+    """Set each factor B to random values that depend on the layer and on the expert's index in the dense model."""
     for name, module in model.named_modules():
         if isinstance(module, LoRA):
             _, number, layer = name.split(".")
@@ -115,7 +115,8 @@ def adapted(ranks: int, registry: ProcessGroupRegistry, options: dict[str, Any],
 def trained(
     ranks: int, options: dict[str, Any], steps: int = STEPS, start: int = 0, folder: str = "", zero: bool = False
 ) -> tuple[Weights, list[float], Weights]:
-    """Train from step ``start`` on. If ``start`` > 0, first load the adapter in ``folder``; else save one there afterwards.
+    """Train from step ``start`` on. If ``start`` > 0, first load the adapter in ``folder``. Otherwise save it there
+    afterwards, if ``folder`` is not empty.
 
     Return the initial factors, the gradient norms and the final factors.
     """
@@ -152,7 +153,7 @@ def test_lora_on_separate_experts_trains_like_one_process(world: World, options:
                 torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
+# Adapter files --------------------------------------------------------------------------------------------------------
 
 
 def loaded(ranks: int, folder: str) -> tuple[Weights, Tensor]:

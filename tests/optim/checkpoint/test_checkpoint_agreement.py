@@ -41,7 +41,8 @@ BY_RANK_0 = ("manifest", "newest checkpoint")
 
 
 def one_rank_fails(path: Path, place: str, kind: str) -> tuple[str, bool]:
-    """Make one rank fail at ``place`` while loading. Return the error of this rank and whether its state changed."""
+    """Make one rank fail at ``place`` while loading. Return the error that the calling rank raises, and whether its state
+    changed."""
     run = Run(AXES, "fp32")
     run.step(0)
     save_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)

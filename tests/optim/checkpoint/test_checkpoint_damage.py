@@ -100,7 +100,7 @@ def test_damaged_file_is_reported_on_all_ranks(world: World, tmp_path: Path, nam
 
 def test_loading_from_directory_without_checkpoint_raises(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nowhere") is None
-    (tmp_path / "checkpoint-5").mkdir()  # a directory that another program made
+    (tmp_path / "checkpoint-5").mkdir()  # such as another program could make
     (tmp_path / "meshstep-00000003.writing").mkdir()
     assert newest_checkpoint(tmp_path) is None
     assert "no complete checkpoint" in refused(tmp_path, Run((), "fp32"))

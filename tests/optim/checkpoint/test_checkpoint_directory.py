@@ -262,7 +262,9 @@ def load_model(path: Path, axes: Axes) -> tuple[bool, Any]:
 
 
 @pytest.mark.parametrize("axes", [TENSOR, ()])
-def test_model_without_optimizer_loads_on_any_mesh(world: World, tmp_path: Path, axes: Axes) -> None:
+def test_model_without_optimizer_loads_on_same_mesh_and_in_one_process(
+    world: World, tmp_path: Path, axes: Axes
+) -> None:
     world.run(2, save_run, tmp_path)
     assert world.run(2 if axes else 1, load_model, tmp_path, axes) == [(True, {"step": 2})] * (2 if axes else 1)
 

@@ -120,7 +120,7 @@ def test_run_killed_while_saving_resumes_bitwise_identically(
     )
     resumed = Run(replace(plan, attempt=1)).finish()
     assert_same_end(resumed, expected(case, tmp_path_factory), start)
-    # The next save removes the leftovers.
+    # The resumed run saves after step SAVE_AGAIN_AT, and this removes leftovers. If it starts there, it does not save.
     assert len(list(plan.checkpoints.iterdir())) == (2 if where == "removing" else 1)
 
 

@@ -90,7 +90,10 @@ def train(
 
 
 def run(path: Path, topology: Topology, kind: str, busy_until: int, save: bool) -> list[Any]:
-    """If ``save``, train all steps and save a checkpoint in the middle; else train from it. Return weights and state."""
+    """If ``save``, train all steps and save a checkpoint after `FIRST` steps; else train from it.
+
+    Return the parameters and the optimizer state of ``weight``.
+    """
     model, optimizer = build(topology, kind)
     if save:
         train(model, optimizer, range(FIRST), busy_until)

@@ -1,4 +1,4 @@
-"""Unsupported and failed saves raise, and the previous checkpoint stays."""
+"""Unsupported and failed saves raise, and the previous checkpoint stays. Leftovers do not prevent a later save."""
 
 from __future__ import annotations
 

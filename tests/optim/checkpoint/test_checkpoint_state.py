@@ -1,5 +1,7 @@
-"""Checkpoint contents besides parameters and moments: buffers, unusual optimizer state, hyper-parameters, random
-states."""
+"""Checkpoint contents besides parameters and moments: buffers, unusual optimizer state, hyper-parameters, random states.
+
+Also models in `DistributedDataParallel` or `fully_shard`, and frozen parameters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def sgd_of(model: nn.Module, registry: ProcessGroupRegistry) -> ParallelOptimize
 
 
 class Buffers(nn.Module):
-    """A module with buffers: ``stats`` differs per rank, ``table`` is replicated, ``scratch`` is not persistent."""
+    """A module with buffers: ``stats`` has the values ``own``, ``table`` is equal on all ranks, and ``scratch``, which also
+    has the values ``own``, is not persistent."""
 
     def __init__(self, own: float) -> None:
         super().__init__()

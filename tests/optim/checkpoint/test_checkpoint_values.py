@@ -38,7 +38,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Yield the paths of all nested values, including the containers themselves."""
+    """Yield the paths of all values nested in ``value``, including nested containers."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -47,7 +47,7 @@ def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def with_other(value: Any, path: Path_, other: Any) -> Any:
-    """Return a copy of ``value`` with another value at ``path``."""
+    """Return a copy of ``value`` with ``other`` at ``path``. If ``other`` is `DELETED`, the item is left out."""
     if not path:
         return other
     key, *rest = path
@@ -73,7 +73,10 @@ def saved_run(path: Path, precision: str) -> tuple[Run, Path]:
 
 
 def mutations(value: Any, count: int, draw: random.Random) -> Iterator[tuple[Path_, Any]]:
-    """Yield pairs of a path and a random wrong value: for each path once, then for ``count`` random paths."""
+    """Yield pairs of a path and a random wrong value: for each path once, then for ``count`` random paths.
+
+    Paths under the top-level key "extra" are left out.
+    """
     paths = [path for path in leaves(value) if "extra" not in path[:1]]
     for path in paths:
         yield path, draw.choice([*WRONG, DELETED])

@@ -40,7 +40,10 @@ def loss_of(params: Any, factor: float) -> Tensor:
 
 
 class Run:
-    """A model whose "base" is frozen and undeclared, and its optimizer. `freeze_late` later freezes "late", too."""
+    """A model and its optimizer. The parameters in ``frozen``, by default "base", are frozen and undeclared.
+
+    `freeze_late` later freezes "late", too.
+    """
 
     def __init__(self, layout: Layout, mode: str, frozen: tuple[str, ...] = ("base",)) -> None:
         axes, states = layout

@@ -151,7 +151,10 @@ def step_of(params: list[nn.Parameter], registry: ProcessGroupRegistry, reductio
 
 
 def measured_by_each_function(reduction: Reduction) -> dict[str, tuple[float, dict[str, int]]]:
-    """Measure a split weight and a replicated bias twice; return the second norm and the collectives of its call."""
+    """Measure a sharded weight and a replicated bias twice with each function.
+
+    Return, per function, the second norm and the collectives of the second call.
+    """
     found = {}
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         weight, bias = split_weight(None, registry.global_rank), nn.Parameter(torch.zeros(1))
@@ -176,7 +179,7 @@ def measured_by_each_function(reduction: Reduction) -> dict[str, tuple[float, di
 def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
     world: World, reduction: Reduction, count: int
 ) -> None:
-    """With "per_group", one all-reduce sums the powers of the split weight, and one sums the non-finite flags."""
+    """With "per_group", one all-reduce sums the powers of the sharded weight, and one sums the non-finite flags."""
     for found in world.run(2, measured_by_each_function, reduction):
         for name, (norm, seen) in found.items():
             assert norm == pytest.approx(157.0), name  # (3, 4, 12, 84, 132)
@@ -184,7 +187,10 @@ def test_norm_and_clip_functions_issue_collectives_of_chosen_reduction(
 
 
 def norm_beside_a_wrong_call(norm_type: float) -> str:
-    """Measure twice; in the second call, rank 0 passes an empty tuple instead of a parameter."""
+    """Measure twice; in the second call, rank 0 passes an empty tuple instead of a parameter.
+
+    Return the norm of the second call, or its error.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         weight = nn.Parameter(torch.ones(3))
         annotate(weight, P(), "weight")

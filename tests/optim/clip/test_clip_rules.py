@@ -251,7 +251,10 @@ class DenseRule:
 
 
 def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, dense_rule: Clip | None = None) -> None:
-    """Assert that the state of every rank equals the corresponding part of the dense model."""
+    """Assert that norms, weights and momentum of every rank equal those of the dense model.
+
+    Also assert that all ranks report bitwise equal numbers, and that the rule clips in some steps but not in all.
+    """
     dense = Dense(LAYOUTS[config.layout])
     clip = DenseRule(dense_rule or rule, dense)
     norms, clipped = [], []
@@ -340,7 +343,7 @@ def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
     return found
 
 
-def test_each_rule_needs_one_collective_per_step_after_first_step(world: World) -> None:
+def test_each_rule_needs_one_collective_per_step_after_first_step_on_tensor_ranks(world: World) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     for by_rule in world.run(2, counted, CONFIGS["tensor"], list(rules.values())):
         for (label, rule), counts in zip(rules.items(), by_rule, strict=True):
@@ -531,7 +534,7 @@ def test_adaptive_rule_clips_tiny_gradient_as_if_its_norm_were_1e_minus_6() -> N
 
 
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])
-def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None:
+def test_group_max_norm_is_rejected_with_rule_that_does_not_support_it(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["one rank"], 0)
         with pytest.raises(ValueError, match="param group 1 has its own max_norm"):

@@ -1,7 +1,7 @@
-"""Stateful rules and named groups follow the formulas of their papers on random norm sequences and several layouts.
+"""Stateful rules and named groups match an independent reference on random norm sequences and several layouts.
 
-The gradients are set by `tests/harness/planted.py`. `trace` multiplies them by a random factor per step, and by a larger
-one in steps with a spike. The reference (`tests/harness/dense_rules.py`) computes with Python floats in one process, from
+The gradients are set by `tests/harness/planted.py`, and multiplied by `trace`: a random factor per step, which is larger
+in steps with a spike. The reference (`tests/harness/dense_rules.py`) computes with Python floats in one process, from
 the norms of the dense model in float64.
 """
 

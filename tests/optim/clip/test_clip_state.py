@@ -326,7 +326,8 @@ def test_stats_list_unclipped_groups(rule: Any, unclipped: tuple[str, ...]) -> N
 
 
 def norms_by_name() -> dict[str, float]:
-    """Return the norm per pattern. The patterns match a parameter of one stage, tied parameters, and all others."""
+    """Return the norm per pattern. Two patterns match a parameter of one stage, one matches a tied parameter, and "*"
+    matches all others."""
     layout = LAYOUTS["pipe, tied"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)

@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class Seen(NamedTuple):
-    """Per step: the norm before clipping, torch's norm of the same gradients, the norm after clipping, and the
+    """Results of one step: the norm before clipping, torch's norm of the same gradients, the norm after clipping, and the
     loss."""
 
     norm: float

@@ -153,7 +153,7 @@ def test_random_micro_batch_weights_give_dense_norm(world: World, drawn: list[li
             assert found == pytest.approx(norm, rel=1e-10)
 
 
-# Windows by accumulation_steps= in one process ------------------------------------------------------------------------
+# Windows by accumulation_steps=, and errors ---------------------------------------------------------------------------
 
 
 def linear(**options: Any) -> tuple[nn.Linear, ParallelOptimizer]:

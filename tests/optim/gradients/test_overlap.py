@@ -43,7 +43,8 @@ HOW = [
     "frozen later",
     "offloaded",
 ]
-# No reduction in backward: the last micro-batch runs under no_sync, without optimizer.backward, or unannounced.
+# No reduction in backward: the last micro-batch runs under no_sync or without optimizer.backward, or backward cannot know
+# that it is the last one.
 NOT_IN_BACKWARD = ("all under no_sync", "backward without optimizer", "short")
 
 
@@ -174,7 +175,7 @@ def train_experts(overlap: bool) -> tuple[dict[str, Tensor], int]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}, watch.in_backward
 
 
-def test_gradients_of_model_with_expert_axis_are_not_reduced_in_backward(world: World) -> None:
+def test_gradients_of_model_with_data_parallel_expert_axis_are_not_reduced_in_backward(world: World) -> None:
     for (one, early), (other, none) in zip(
         world.run(4, train_experts, True), world.run(4, train_experts, False), strict=True
     ):

@@ -1,4 +1,7 @@
-"""On a GPU, `use_kernels("auto")` selects Triton kernels if they work, else torch's kernels, and logs the reason."""
+"""On a GPU, `use_kernels("auto")` selects Triton kernels if they work, else torch's kernels, and logs the reason.
+
+Also pinned memory for the pointer tables of captured steps.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ MAKE: list[tuple[type[torch.optim.Optimizer], dict[str, Any], Rule]] = [
 def test_reference_update_matches_torch_optimizer(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], rule: Rule
 ) -> None:
-    """Weights and states are compared in float64 over ten steps."""
+    """The float64 weights after ten steps are compared."""
     generator = torch.Generator().manual_seed(8)
     param = torch.nn.Parameter(torch.randn(50, generator=generator, dtype=torch.float64))
     ours, states = param.detach().clone(), [torch.zeros(50, dtype=torch.float64) for _ in range(states_of(rule))]

@@ -118,7 +118,7 @@ def vector_widths(access: str, ptx: str) -> set[int]:
 
 
 def resources_of(ptx: str, capability: int, folder: Path) -> Resources:
-    """Assemble the PTX with the assembler that Triton uses."""
+    """Return the resources of the PTX, as printed by the assembler that Triton uses."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     source = folder / "kernel.ptx"

@@ -20,7 +20,7 @@ def first_step(weights: Any, gradients: Any, spec: P, options: dict[str, Any]) -
     """Run the first step of parameter "w" on data=2, tensor=2. Return the error message, "" if there is none.
 
     Args:
-        weights, gradients: Values of "w" per coordinate of the tensor axis.
+        weights, gradients: Values and gradients of "w" per coordinate of the tensor axis.
     """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         at = registry.coordinate["tensor"]

@@ -52,9 +52,9 @@ def test_reordered_elements_change_tensor_hash() -> None:
 
 
 def test_opposite_changes_in_two_replicas_do_not_cancel_in_hash_sum() -> None:
-    """The hashes of three replicas are summed.
+    """One replica is higher by 1, and another one is lower by 1.
 
-    The value of one replica is higher by 1, and the value of another replica is lower by 1.
+    The sum of their hashes must differ from twice the hash of the unchanged value.
     """
     same, more, less = (torch.tensor([5 + step], dtype=torch.int32) for step in (0, 1, -1))
     low, high = words([more, less]).sum(0) - 2 * words([same])[0]

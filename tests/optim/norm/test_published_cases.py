@@ -1,7 +1,7 @@
-"""Wrong norms reported for other libraries: each case reproduces the wrong norm on real ranks and compares
+"""Wrong norms, most of them reported for other libraries. Each case reproduces the wrong norm on real ranks, and compares
 the norm of this library with the norm of the dense model.
 
-A gradient has one element per shard, chosen so that the norms equal those of the reports. If a report gives only a
+A gradient has few elements, chosen so that the norms equal those of the reports. If a report gives only a
 relative error, or uses more than four ranks, the elements give the same figures on two or four ranks. If a report has no
 figures, the elements are whole numbers, and the wrong norm follows from the wrong rule.
 """

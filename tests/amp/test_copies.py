@@ -22,7 +22,9 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, last: boo
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("last", [(False, False), (True, False), (False, True), (True, True)])
-def test_copy_each_and_float32_of_keep_values_for_any_strides(to: torch.dtype, last: tuple[bool, bool]) -> None:
+def test_copy_each_and_float32_of_keep_values_in_several_memory_formats(
+    to: torch.dtype, last: tuple[bool, bool]
+) -> None:
     sources = [filled(shape, last=last[0]) for shape in SHAPES] + [filled((6, 4)).t(), filled((3, 2), torch.float64)]
     targets = [torch.full_like(filled(tuple(s.shape), last=last[1]), -1.0, dtype=to) for s in sources]
     copy_each_(targets, sources)

@@ -1,4 +1,7 @@
-"""Sharded 8-bit layers use the scales of the unsharded layer, so they round and compute equally."""
+"""Sharded 8-bit layers use the scales of the unsharded layer, so they round and compute equally.
+
+By default the ranks of a data axis do not share scales.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights are rounded to 8 bits once per step, and outdated rounded weights are never used."""
+"""Weights are rounded to 8 bits once per step, and outdated rounded weights are never used.
+
+With row scales they are rounded twice per step; after a graph capture and under no_grad, in every forward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GradScaler on several ranks: an overflow on one rank skips the step on all, with one collective per step."""
+"""GradScaler on several ranks: an overflow on one rank skips the step on all, with one collective per optimizer
+and step."""
 
 from __future__ import annotations
 

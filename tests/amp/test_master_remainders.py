@@ -1,4 +1,7 @@
-"""Float32 masters split into a bfloat16 weight and a 16-bit remainder: exact, rounded to nearest, NaN stays NaN."""
+"""Float32 masters split into a bfloat16 weight and a 16-bit remainder, exactly.
+
+The weight is rounded to nearest. A NaN stays a NaN, but some signalling NaNs become quiet.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def test_split_master_gives_close_weights_and_remainder_zero_for_infinity() -> N
     assert bool((remainder[infinite] == 0).all())
 
 
-def test_split_and_join_master_accept_any_memory_format_and_shape() -> None:
+def test_split_and_join_master_accept_several_memory_formats_and_shapes() -> None:
     master = of(hard())[:24].view(2, 3, 2, 2)
     for given in (master.to(memory_format=torch.channels_last), master.transpose(0, 1), master[:0], master[0, 0, 0, 0]):
         weight, remainder = split_master(given)

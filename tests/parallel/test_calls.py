@@ -1,4 +1,5 @@
-"""If ranks make different calls, or calls in different orders, the error of each rank names the calls of all ranks."""
+"""If ranks make different calls, or calls in different orders, a rank that waits raises an error with the calls of all
+ranks that respond."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ IN_A_MODEL = ("reduce_from", "copy_to", "all_gather_to", "cross_entropy")
 
 
 def in_code_of_its_own(mark: Path) -> None:
-    """Wait until rank 0 has created the file ``mark``."""
+    """Wait until another rank has created the file ``mark``."""
     while not mark.exists():
         time.sleep(0.1)
 
@@ -540,7 +541,7 @@ def printed_and_logged(*fates: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def ended() -> Ended:
-    """Output of the remaining ranks, by the fate of the other ranks."""
+    """Outputs of the ranks that step, for three cases in which another process is killed or stopped."""
     return at_once(
         {
             "killed": (printed, "step", "evaluate", "SIGKILL"),

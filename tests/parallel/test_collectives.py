@@ -145,7 +145,8 @@ def test_uneven_shards_along_first_dim_keep_length_of_other_dims(world: World) -
 
 
 def adjoints(differentiate_again: bool) -> None:
-    """Check <f(x), y> = <x, f*(y)>, summed over all ranks, where backward computes f*; and f** = f."""
+    """Check <f(x), y> = <x, f*(y)>, summed over all ranks, where backward computes f*. If ``differentiate_again``, check
+    instead that the backward of f* computes f."""
     with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:
         torch.manual_seed(registry.global_rank)
         for name, function in MAPS.items():
@@ -156,7 +157,7 @@ def adjoints(differentiate_again: bool) -> None:
             if differentiate_again:
                 (again,) = torch.autograd.grad(grad, y, x.detach())
                 torch.testing.assert_close(again, output.detach(), rtol=1e-12, atol=1e-12)
-            elif name == "reduce_from":  # f(x) is one value, equal on all ranks, so backward returns y without a sum
+            elif name == "reduce_from":  # f(x) is equal on all ranks, so backward returns y without a sum
                 assert torch.equal(grad, y)
             else:
                 products = torch.stack([(output * y).sum(), (x * grad).sum()]).detach()
@@ -212,7 +213,10 @@ def test_collectives_over_several_axes_use_topology_order(world: World) -> None:
 
 
 def uneven(axes: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """Send i * j rows from rank i to rank j, so rank 0 sends and receives nothing. Return both rows of the result."""
+    """Send a section of length i * j along dim 1 from rank i to rank j, so rank 0 sends and receives nothing.
+
+    Return both rows of the result, which are equal.
+    """
     with ProcessGroupRegistry(Topology(row=2, col=2, aliases={"grid": ("row", "col")})) as registry:
         rank, sizes = registry.rank(*axes), [registry.rank(*axes) * other for other in range(registry.size(*axes))]
         rows = torch.tensor([10.0 * rank + other for other, size in enumerate(sizes) for _ in range(size)])

@@ -364,7 +364,8 @@ def test_init_distributed_chooses_device_by_local_rank(
 def test_default_group_is_bound_to_the_chosen_device(
     gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
 ) -> None:
-    """Rank 5 of 8 ranks that alternate between two nodes is the third on its node (GPU 2); torch would use 5 modulo 4."""
+    """In the case of 8 ranks, which alternate between two nodes, rank 5 is the third on its node (GPU 2); torch would use 5
+    modulo 4."""
     rank, local = (5, 2) if ranks == 8 else (0, 0)
     environment({**slurm(rank, ranks), "SLURM_LOCALID": str(local), "MASTER_PORT": "77"})
     joined = gpus(4)

@@ -1,4 +1,4 @@
-"""Saving and restoring the random number generators of all imported libraries."""
+"""Saving and restoring the random number generators of Python, torch and, if it is imported, numpy."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def compare(
     dtype: torch.dtype,
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Compare output and input gradient of a sharded layer with the dense layer; keep the gradients of both layers."""
+    """Compare output and input gradient of a sharded layer with the dense layer. The parameters of both layers have their
+    gradients afterwards."""
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     reference = x.detach().double().requires_grad_()
     expected = dense(reference)

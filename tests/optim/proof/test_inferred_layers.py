@@ -1,4 +1,7 @@
-"""`infer` finds the layouts of the library's tensor-parallel layers without their declarations."""
+"""`infer` finds the layouts of the library's tensor-parallel layers without their declarations.
+
+If two axes have the same size, it may not know which of them shards which dim.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,10 @@ def without_ones(spec: P, topology: Topology) -> P:
 
 
 def entries(spec: P) -> list[set[str]]:
-    """Return for each dim the set of axes that shard it, without trailing dims that are not sharded."""
+    """Return for each dim the set of axes that shard it, without trailing dims that are not sharded.
+
+    Two axes of which one owns along the other (``owned={"row": "col"}``) count as the same axis.
+    """
     along = {axis: min(axis, owner) for axis, owner in dict(spec.owned).items() if isinstance(owner, str)}
     along |= {str(owner): along[axis] for axis, owner in dict(spec.owned).items() if axis in along}
     found = [{along.get(axis, axis) for axis in spec.dim_axes(dim)} for dim in range(len(spec.entries))]

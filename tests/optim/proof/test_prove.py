@@ -1,5 +1,5 @@
-"""`prove` reports nothing for correct models of random layouts, and names the parameters and the mistake in wrong
-models."""
+"""`prove` reports nothing for correct models of random layouts. For wrong models it names the parameters and, in most
+cases, the mistake."""
 
 from __future__ import annotations
 

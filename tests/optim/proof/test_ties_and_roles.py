@@ -25,7 +25,8 @@ class Renamed(Stage):
 
 
 def staged(kind: str) -> tuple[Proof, InferredLayout, dict[str, bool]]:
-    """Return the results for a pipeline of two stages that share a table, and which parameters are unchanged."""
+    """Return the results of `prove` and `infer` for a pipeline of two stages that share a table, and whether each parameter
+    is unchanged."""
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)

@@ -243,7 +243,7 @@ def two_dtypes(mode: Any) -> Tensor:
 
 
 def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world: World) -> None:
-    """torch accepts one dtype per fully_shard group."""
+    """torch requires that all trainable parameters of a fully_shard group have one dtype."""
     for sharded, plain in zip(world.run(2, two_dtypes, "fsdp"), world.run(2, two_dtypes, None), strict=True):
         torch.testing.assert_close(sharded, plain, rtol=0, atol=1e-6)
 
@@ -252,7 +252,7 @@ def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world:
 
 
 def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int]) -> tuple[Tensor, Any]:
-    """Train 8 steps in 2 epochs. Save after step ``stop``; if ``stop`` is None, load the checkpoint first.
+    """Train until step 8, in 2 epochs. Save after step ``stop``; if ``stop`` is None, continue from the checkpoint.
 
     Return the full weights, and the loaded extra value, or 0.
     """

@@ -1,4 +1,4 @@
-"""Booster arguments and combinations that are rejected."""
+"""Booster arguments and combinations that are rejected, data loaders that are accepted, and the move to the GPU."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_boost_accepts_distributed_sampler_over_data_axes(world: World) -> None:
 
 
 class Evens:
-    """A user-defined batch sampler that yields every second sample."""
+    """A user-defined batch sampler that yields every second sample, starting at number ``rank``."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

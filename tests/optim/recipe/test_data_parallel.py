@@ -73,7 +73,7 @@ def step(optimizer: ParallelOptimizer, params: dict[str, nn.Parameter]) -> None:
 def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
     """Add different noise to weights and state on every rank, and align replicas if ``align``.
 
-    Return the first difference between replicas afterwards, or "".
+    Return the first difference from the values of the first rank or between replicas afterwards, or "".
     """
     with (
         ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
@@ -114,7 +114,8 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Check that each shard in ``after`` equals that of the first rank that holds it in ``before``.
+    """Check that each shard in ``after`` equals that of the first rank that holds it in ``before``. Stages are compared
+    separately, except for tied parameters.
 
     Return the first difference, or "".
     """

@@ -1,5 +1,5 @@
-"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, with and without tied parameters,
-fully_shard, ZeRO and tensor parallelism, in fp32, fp16 and bf16."""
+"""Pipelines of torch.distributed.pipelining, stepped as one model. All schedules run in fp32; some of them also run with
+fully_shard, with ZeRO, in fp16 or in bf16."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Results of one rank: losses (None except on the last stage) and an evaluation loss; norms, skipped flags,
-    full parameters."""
+    """Results of one rank: losses (None except on the last stage), norms, skipped flags, full parameters. `train` appends
+    an evaluation loss to the losses."""
 
     losses: list[float | None]
     norms: list[float]
@@ -72,7 +72,7 @@ def mode(precision: str) -> Mode | Precision:
 
 
 def train_each(how: Callable[..., Result], mesh: str, cases: list[Case]) -> list[Result]:
-    """Run the cases in the same process groups, so that DTensor reuses what it cached about their meshes."""
+    """Run the cases in the same process groups, so that DTensor reuses its caches for their meshes."""
     with registry_of((*MESH[mesh], *(() if mesh == "tensor" else (("tensor", 1),)))) as registry:
         return each(how, [(case, registry) for case in cases])
 
@@ -250,7 +250,7 @@ def test_accumulation_over_several_pipeline_calls_matches_dense_model(world: Wor
 
 
 def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:
-    """Run a schedule with torch's own gradient scaling. Return the error, or "" if it matches the dense model."""
+    """Run a schedule with torch's own gradient scaling. Return the error, or "" if the norm is that of the dense model."""
     piped = Piped(kind, tied)
     with registry_of((("pipe", 2), ("tensor", 1))) as registry:
         part = Part(piped, registry)

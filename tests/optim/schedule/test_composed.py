@@ -1,4 +1,5 @@
-"""meshstep's schedules inside torch's SequentialLR and ChainedScheduler. A chain of several schedules is rejected."""
+"""meshstep's schedules inside torch's SequentialLR and ChainedScheduler. A ChainedScheduler of a meshstep schedule and
+another schedule is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""meshstep's schedules advance only when the optimizer has applied a step."""
+"""meshstep's schedules on a `ParallelOptimizer` advance only after an applied step. With ``hold_on_skip=False``, or on a
+plain optimizer, they advance with every call."""
 
 from __future__ import annotations
 

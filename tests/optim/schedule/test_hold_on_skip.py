@@ -1,4 +1,4 @@
-"""`HoldOnSkip`: torch's own schedules advance only in applied steps."""
+"""`HoldOnSkip`: torch's schedules, also composed of meshstep's, advance only in applied steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Training:
         self.rates.append((float(group["lr"]), group["momentum"]))
 
     def run(self, gradients: list[float]) -> list[tuple[float, float]]:
-        """Run one step per gradient. Return the rates of the inner optimizer's steps, for which see `rates`."""
+        """Run one step per gradient. Return (learning rate, momentum) of each step of the inner optimizer."""
         self.rates.clear()
         for gradient in gradients:
             self.optimizer.backward((self.weight * gradient).sum())

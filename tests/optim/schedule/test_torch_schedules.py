@@ -1,4 +1,5 @@
-"""Schedules on a `ParallelOptimizer`, from torch and from meshstep, behave as on a plain optimizer."""
+"""Schedules on a `ParallelOptimizer` without skipped steps, from torch and from meshstep, behave as on a plain
+optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters converted after the optimizer was made raise on every rank."""
+"""A step after a parameter was converted to another dtype or device raises on every rank."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def measured(norm_type: float) -> list[tuple[float, float]]:
         clip_grad_value_(params, 1e-3, registry)
         grads = [local(param.grad).abs() for param in params if param.grad is not None]
         results.append((float(torch.cat([grad.flatten() for grad in grads]).max()), 1e-3))
-        # The library keeps no reference to the gradient.
+        # No attribute of the parameter refers to the gradient.
         params[0].grad = None
         assert all(getattr(value, "grad", None) is None for value in vars(params[0]).values())
         with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):

@@ -1,4 +1,4 @@
-"""DTensor gradients whose layout differs from their parameter's, replicated or partial, without declarations."""
+"""DTensor gradients whose placements differ from their parameter's: replicated, partial, or sharded otherwise."""
 
 from __future__ import annotations
 
@@ -121,7 +121,10 @@ FULL = (8, 6)
 
 
 def stepped(axes: Axes, of_param: str, of_steps: list[list[str | None]]) -> list[list[list[float]]]:
-    """Step a zero parameter with SGD, lr 1, on gradients with placements given per rank. Return its full values."""
+    """Step a zero parameter with SGD, lr 1, on gradients with placements given per step and rank.
+
+    Return the full parameter after each step.
+    """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     with registry_of(axes) as registry:

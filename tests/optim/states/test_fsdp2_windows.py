@@ -94,8 +94,8 @@ def test_accumulation_with_optimizer_reduction_ddp_or_fsdp2_matches_dense_model(
     expected = dense_windows(weighted)
     reduced = {
         "own": [{"all_reduce": 2}] * 3,
-        # This counter does not see DDP's all-reduce. DDP does not reduce the shorter last window, so the optimizer
-        # does.
+        # This counter does not see DDP's all-reduce. With accumulation_steps=3, DDP does not reduce the shorter last
+        # window, so the optimizer does.
         "ddp": [{"all_reduce": 1}, {"all_reduce": 1}, {"all_reduce": 1 if explicit else 2}],
         "fsdp": [{"reduce_scatter_single": 2, "all_reduce": 2}] * 3,
     }[how]
@@ -127,8 +127,8 @@ def test_fsdp2_step_without_mark_last_micro_batch_raises(world: World, explicit:
 
 
 def abandoned() -> tuple[str, float, float]:
-    """Return the error of `zero_grad` in an unfinished window, and twice the summed local gradient of the same batch: in a
-    clean run, and after the error was ignored."""
+    """Return the error of `zero_grad` in an unfinished window, and the sum of a local gradient of one batch in two cases:
+    in a clean run, and after the error was ignored."""
     with registry_of((("data", 2),)) as registry:
         net = sharded_net(registry)
         weight: Any = net.layers[0].weight

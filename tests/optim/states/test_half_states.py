@@ -1,4 +1,4 @@
-"""Optimizer states in bfloat16 between steps: close to float32 states, and half the size."""
+"""`HalfStates` keeps float32 optimizer states in bfloat16 between steps: close to float32 states, and half the size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank without parameters takes part in every precision mode, state placement and optimizer."""
+"""Training with a rank that has no parameters or no ZeRO shards, in many precision modes, state placements and
+optimizers."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ WAYS = {"owned": P(owned={"tensor": 0}), "stage": P(), "short": P(), "dense": P(
 
 
 class One(nn.Module):
-    """A model of one parameter, which idle ranks do not have."""
+    """A model of one parameter, which idle ranks do not have. With ``way`` "short" all ranks have it, but with ZeRO its one
+    or two elements may leave a rank without a shard."""
 
     def __init__(self, way: str, registry: ProcessGroupRegistry, matrix: bool) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ def test_write_to_weights_without_master_or_offloaded_copy_does_not_raise(world:
 
 
 def undisturbed(case: str) -> tuple[list[str], list[int]]:
-    """Return the errors of 20 steps, and the object all-gathers of the first 17.
+    """Return the error of each of 20 steps, and the number of object all-gathers in each of the first 17.
 
     The first step overflows, then a state is loaded. Before step 18 a group is added, and before step 19 other code writes
     to the stepped tensors.

@@ -1,4 +1,5 @@
-"""`optimizer.stepped_tensors()` describes each shard correctly, in every layout and state placement."""
+"""`optimizer.stepped_tensors()` describes each shard correctly, in many layouts and with ZeRO, offload or master
+weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Quantized optimizer states (tensors above 4,096 elements): shards give other values than full tensors; with
-`whole` the values are equal."""
+"""Quantized optimizer states give other values on shards than on full tensors; with `whole` the values are equal. Only
+tensors of at least 4,096 elements have quantized states."""
 
 from __future__ import annotations
 

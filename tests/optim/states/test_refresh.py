@@ -136,7 +136,7 @@ def test_gradual_unfreezing_with_refresh_matches_torch_optimizer(
 
 
 def test_gradual_unfreezing_run_without_refresh_raises(world: World) -> None:
-    """Negative control of the comparison: without the call the run ends with an error."""
+    """Without `refresh` the run stops with an error, so the run with `refresh` needs its calls."""
     with pytest.raises(Exception, match=r"call optimizer\.refresh"):
         world.run(4, run, "whole", "float64", True, False)
 

@@ -161,7 +161,7 @@ def test_second_parallel_optimizer_with_split_masters_uses_new_remainders(kernel
                 optimizer.step()
                 optimizer.zero_grad()
             after = list(masters_of(optimizer).values())
-            # Two AdamW steps with constant gradients move each weight by 1e-3, plus decay.
+            # Each of the two AdamW steps with constant gradients moves a weight by 1e-3, plus decay.
             wanted = [one * (1 - 1e-5) ** 2 - 2e-3 for one in before]
             torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-6)
             return optimizer, after
@@ -306,7 +306,7 @@ def on_ranks(name: str, is_split: bool) -> Bits:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_split_masters_match_float32_masters_on_every_layout_and_placement(world: World, name: str) -> None:
+def test_split_masters_match_float32_masters_on_many_layouts_and_placements(world: World, name: str) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size
     for found, wanted in zip(
         world.run(ranks, on_ranks, name, True), world.run(ranks, on_ranks, name, False), strict=True

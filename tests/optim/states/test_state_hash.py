@@ -22,7 +22,7 @@ def hash_of_run(topology: Topology, step_count: float) -> int:
         return int(optimizer.state_hash())
 
 
-def test_state_hash_contains_step_count_once_on_any_mesh(world: World) -> None:
+def test_state_hash_contains_step_count_once_on_one_and_two_ranks(world: World) -> None:
     (alone,), (later,) = (world.run(1, hash_of_run, Topology(), count) for count in (1.0, 2.0))
     assert alone != later
     assert world.run(2, hash_of_run, Topology(tensor=2), 1.0) == [alone] * 2

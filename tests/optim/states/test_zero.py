@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 give the results of replicated states, in every mode, layout and norm."""
+"""ZeRO-1 and ZeRO-2 give the results of replicated states, in many precision modes and layouts and with several norms."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_norms_with_zero2_equal_norms_of_replicated_states(world: World, p: floa
         ("a stage without parameters", "tensor"),
     ],
 )
-def test_zero1_and_zero2_over_any_axis_match_replicated_steps(world: World, name: str, axis: str) -> None:
+def test_zero1_and_zero2_over_data_and_model_axes_match_replicated_steps(world: World, name: str, axis: str) -> None:
     size = SCENARIOS[name].topology.world_size
     runs = world.run(size, train_scenario, name, {})
     for options in ({"shard_states": axis}, {"shard_states": axis, "shard_gradients": True}):

@@ -1,4 +1,5 @@
-"""The tests of the row cache with the compiled loops built with AddressSanitizer: no access outside of tensors."""
+"""The tests of the row cache and of the compiled updates, with loops built with AddressSanitizer: no access outside of
+tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def runtimes() -> str | None:
 
 @pytest.mark.skipif("MESHSTEP_TEST_ASAN" not in os.environ, reason="takes a minute: MESHSTEP_TEST_ASAN=1 runs it")
 @pytest.mark.skipif(runtimes() is None, reason="needs gcc's libasan")
-def test_row_cache_has_no_invalid_memory_access_under_address_sanitizer(tmp_path: Path) -> None:
+def test_row_cache_and_native_update_have_no_invalid_memory_access(tmp_path: Path) -> None:
     library = compiled(SOURCES / "native.c", tmp_path / "_native_asan.so", "-g", "-fsanitize=address")
     environment = {
         **os.environ,

@@ -126,6 +126,7 @@ def other_seeds(states: str, check: Any) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("states", STATES)
 def test_replicas_initialized_with_different_seeds_raise_in_first_step(world: World, states: str) -> None:
+    """With ``check_replicas=False`` they do not raise."""
     for text, unchanged in world.run(4, other_seeds, states, "first"):
         assert "weight: the parameter differs along axis 'data'" in text
         assert "tensor" not in text

@@ -179,7 +179,7 @@ def thawed_after_a_group_was_added() -> str:
         return str(caught.value)
 
 
-def test_unfreezing_parameter_of_added_group_without_refresh_raises(world: World) -> None:
+def test_unfreezing_after_adding_a_group_without_refresh_raises(world: World) -> None:
     for text in world.run(2, thawed_after_a_group_was_added):
         assert "b was frozen when" in text
 

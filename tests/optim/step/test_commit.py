@@ -137,7 +137,7 @@ def raising(what: str, clips: int = 0) -> tuple[list[str], list[float], int]:
         ("number", "commit= returned 1: return True or False, or a 0-dim tensor of dtype bool"),
     ],
 )
-def test_exception_in_commit_counts_as_rejection_on_other_ranks(world: World, what: str, told: str, clips: int) -> None:
+def test_error_in_commit_counts_as_rejection_on_all_ranks(world: World, what: str, told: str, clips: int) -> None:
     assert world.run(2, raising, what, clips) == [(["", "", ""], [0, 1, 0], 1), (["", told, ""], [0, 1, 0], 1)]
 
 
@@ -205,7 +205,8 @@ def counted(kind: str) -> list[Any]:
 
 
 def test_commit_needs_no_collective_or_host_synchronization(world: World) -> None:
-    """A CPU tensor is read without waiting; a device tensor is not read."""
+    """An answer that is a CPU tensor is read on the host, which needs no synchronization. Answers on a device are not
+    tested."""
     runs = [world.run(2, counted, kind) for kind in ("none", "bool", "tensor")]
     assert runs[0] == runs[1] == runs[2]
 

@@ -1,4 +1,5 @@
-"""`DistributedDataParallel` as ``data_parallel=``: its process group must cover exactly the data axes."""
+"""The process group of a `DistributedDataParallel`, also Megatron's, must cover exactly the data axes; `fully_shard` must
+not reduce over tensor shards."""
 
 from __future__ import annotations
 

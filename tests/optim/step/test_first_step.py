@@ -1,4 +1,5 @@
-"""Missing gradients, and gradients that wrongly bypass `optimizer.backward`, raise on every rank."""
+"""Missing gradients raise in the first step, and gradients that wrongly bypass `optimizer.backward` raise in the first
+and in later steps, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A flipped bit in one replica of a weight, gradient or state is detected, named, and not used in an update."""
+"""A flipped bit in one replica of a weight, gradient or state is detected in the next step that compares replicas. The
+error names the tensor, and this step and later ones do not update."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def flipped(
 ) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
     """Return the mismatches, the step of the error, and whether weights and state are still those before the comparison.
 
-    Step -1 means that the gradients were non-finite in the step of the flip. ``lag`` replaces `LAG`.
+    Step -1: no error, because the gradients were non-finite in the step of the flip, or for another reason (then the third
+    value is False). ``lag`` replaces `LAG`.
     """
     with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", lag):
         run = Run(name, registry)

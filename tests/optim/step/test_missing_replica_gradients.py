@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """A rank's outcome: the error, the weights after each step, and the number of skipped steps."""
+    """A rank's outcome: the error, the second parameter after each step, and the number of skipped steps."""
 
     error: str
     weights: list[list[float]]

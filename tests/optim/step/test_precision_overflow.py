@@ -1,5 +1,5 @@
-"""A non-finite gradient in one shard on one rank, in every precision mode: all ranks skip, and only the scale
-changes."""
+"""A non-finite gradient in one shard on one rank, in most precision modes: all ranks skip, and only the scale changes, if
+it is dynamic."""
 
 from __future__ import annotations
 

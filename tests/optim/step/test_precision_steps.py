@@ -1,4 +1,5 @@
-"""Steps in every precision mode: dtypes, cost, twenty steps compared with one process, `scale_loss`."""
+"""Steps in every precision mode: dtypes, and twenty steps compared with one process. In some modes: collectives, host
+synchronization, `scale_loss`."""
 
 from __future__ import annotations
 

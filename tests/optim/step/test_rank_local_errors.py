@@ -1,6 +1,7 @@
-"""Errors of one rank in a step: all ranks skip the step, no rank waits, and the rank raises its error.
+"""Errors of one rank in a step: the rank raises its error, and no rank waits. If the error comes before the step
+decision, all ranks skip the step.
 
-Each test plants an error on the last rank in step `BAD`. Without the code that it tests, the other ranks would take the
+Most tests plant an error on the last rank in step `BAD`. Without the code that they test, the other ranks would take the
 step, wait for the last rank, or end with a gloo error.
 """
 
@@ -60,7 +61,7 @@ class FailingObserver(StepObserver):
 
 
 class FailingRule(Clip):
-    """A clipping rule that raises on the last rank in step `BAD`, which a rule must not do."""
+    """A clipping rule that raises while ``fails`` is True, which a rule must not do."""
 
     fails = False
 
@@ -79,7 +80,8 @@ class Unreadable:
 
 @dataclass
 class Run:
-    """Trains two parameters in two param groups. ``plant`` and ``repair`` are called before and after step `BAD`.
+    """Trains two parameters in two param groups. The last rank calls ``plant`` before step `BAD` and
+    ``repair`` after it.
 
     ``uneven``: only the last rank has the second group. ``one_more``: the last rank makes one more step.
     ``everywhere``: all ranks call ``plant``. The result of `train` has a text per step: "moved" or "kept", with an error.

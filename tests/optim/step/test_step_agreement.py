@@ -1,5 +1,5 @@
-"""Settings on which all ranks must agree in a step: a difference skips the step on all ranks and raises an
-error that names the setting."""
+"""Settings on which ranks must agree in a step: a difference skips the step on all ranks and raises an error on all of
+them, which names the setting unless it was changed back."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_host_skips_step_of_fused_optimizer_that_ignores_found_inf() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_check_state_dict_rejects_invalid_state_and_changes_nothing() -> None:
+def test_check_state_dict_loads_nothing_and_rejects_invalid_state() -> None:
     model, registry = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), registry)
     state = copy.deepcopy(optimizer.state_dict())

@@ -113,7 +113,8 @@ def full(name: str, seed: int) -> Tensor:
 
 
 def on_ranks(where: str, precision: Any) -> tuple[dict[str, Tensor], list[float], int, int]:
-    """Return this rank's master weights after some steps (one skipped), the norms, and counts of kernel calls."""
+    """Return the weights that this rank's optimizer steps (in bf16 the master weights) after some steps, one of them
+    skipped; the norms; and the numbers of tensors that the kernels stepped and measured."""
     with ProcessGroupRegistry(TOPOLOGIES[where]) as registry, Rows() as rows:
         split = registry.size("tensor") if where == "tensor=2" else 1
         rank = registry.rank("tensor") if split > 1 else 0

@@ -173,7 +173,7 @@ def uneven_offload() -> list[list[float]]:
         return [param.tolist() for param in mine[:1]]
 
 
-def test_replicas_offloaded_on_some_ranks_only_stay_equal(world: World) -> None:
+def test_replicas_stay_equal_if_ranks_offload_different_parameters(world: World) -> None:
     first, second = world.run(2, uneven_offload)
     assert first == second
 

@@ -83,7 +83,7 @@ def test_micro_batch_weights_of_abandoned_window_do_not_count_in_next_window(wei
 
 
 def decision(bad: bool, skipped: bool = False, rejected: bool | None = None) -> StepDecision:
-    """Return the decision of a step with a non-finite norm, or of a step that is skipped for another reason."""
+    """Return the decision of a step. ``bad``: its norm is non-finite. ``skipped``: it is skipped for another reason."""
     one, found_inf = torch.ones(()), torch.tensor(float(bad))
     veto = None if rejected is None else torch.tensor(float(rejected))
     stats = GradStats(one * (torch.inf if bad else 1), one, found_inf, one.view(1), rejected=veto)

@@ -1,4 +1,4 @@
-"""Warnings if torch's clipping changes gradients before `step`, and errors for ``loss.backward()`` in a window."""
+"""Warnings if torch's clipping writes to gradients before `step`, and errors for ``loss.backward()`` in a window."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def norm_of(counts: Counts, how: str, kind: str, masks: bool = True) -> float:
     """Run one accumulation window, and return its norm.
 
     Args:
-        counts: The weights.
+        counts: The weights of the micro-batches, by data rank.
         how: The reduction of gradients, one of `HOW`.
         kind: "numbers", "tensors" or "both": the types of the weights. "window": weights are tensors, and the script
             calls backward itself. "managed": with ``accumulation_steps``.

@@ -30,7 +30,7 @@ def stats_of(step: int, **parts: Any) -> GradStats:
 
 
 class CountedReads(TorchDispatchMode):
-    """Counts reads of tensor values in Python, including ``tolist`` (one read per element on the CPU)."""
+    """Counts reads of tensor values in Python. ``tolist`` on the CPU counts as one read per element, or as none."""
 
     reads = 0
 

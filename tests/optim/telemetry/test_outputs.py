@@ -378,7 +378,7 @@ def test_thinned_curve_of_html_report_keeps_spikes_and_nan() -> None:
 # Flops ----------------------------------------------------------------------------------------------------------------
 
 
-def test_utilization_is_needed_flops_divided_by_peak_flops_of_all_devices() -> None:
+def test_utilization_is_needed_flops_divided_by_peak_flops() -> None:
     registry = ProcessGroupRegistry(Topology())
     assert Flops(per_unit=6e9, peak=1e15).utilization(50_000, registry) == pytest.approx(0.3)
     model = nn.Linear(9, 10)

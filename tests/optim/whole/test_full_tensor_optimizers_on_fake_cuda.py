@@ -1,4 +1,5 @@
-"""Steps of full-tensor optimizers on fake CUDA tensors need no host synchronization."""
+"""Steps of most full-tensor optimizers on fake CUDA tensors need no host synchronization, except that the second step
+compares master weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon matches torch, its formula, and the dense update on every layout."""
+"""Muon matches torch, its formula, and on random layouts the dense update."""
 
 from __future__ import annotations
 
@@ -299,7 +299,8 @@ def test_overflow_on_one_rank_leaves_muon_unchanged(world: World) -> None:
 def test_muon_with_masters_and_loss_scale_matches_dense_update_and_replicas_stay_equal(
     world: World, precision: Any
 ) -> None:
-    """Gradients are exact in both dtypes, also scaled, so the master weights equal the weights of the float32 run."""
+    """Gradients are exact in both dtypes, also scaled, so the master weights differ from the dense run only by float32
+    rounding."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, in_mode, layout, [muon], {"precision": precision, **STATES["ZeRO-2"]})
     assert largest_error([own for (own,) in by_rank], alone(layout, muon, 5)) < 2e-4
@@ -312,7 +313,7 @@ def test_muon_with_masters_and_loss_scale_matches_dense_update_and_replicas_stay
 
 
 def test_muon_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
-    """All ranks have the same gradients, so they are equal on both layouts."""
+    """Neither layout has a data axis, so the full gradients are equal on both layouts."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
     columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
     world.run(2, run_to, rows, muon, tmp_path / "one", range(4), False, STATES["offload"])

@@ -184,7 +184,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, P], dict[str, Any]]] = {
 }
 
 
-def test_muon_of_long_matrices_matches_published_iteration_on_every_layout(world: World) -> None:
+def test_muon_of_long_matrices_matches_published_iteration_on_sharded_layouts(world: World) -> None:
     published, alone = plain()
     assert all(error(alone[name], published[name]) <= EXACT for name in SHAPES)
     with mock.patch.object(module, "SMALLEST", 10**6):

@@ -1,4 +1,4 @@
-"""LAMB, LARS, StableAdamW, Adafactor, CAME: their norms and means are those of the full tensor, on every layout."""
+"""LAMB, LARS, StableAdamW, Adafactor, CAME: their norms and means are those of the full tensor, on random layouts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def error_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 @every_name
-def test_norm_based_optimizers_match_formula_for_every_option(name: str) -> None:
+def test_norm_based_optimizers_match_formula_for_several_options(name: str) -> None:
     kind, formula, usual = OPTIONS[name]
     found: list[list[Tensor]] = []
     for other in ({}, *OTHER_OPTIONS[name]):
@@ -194,7 +194,7 @@ def test_norm_based_optimizers_reject_invalid_options(kind: Any, options: dict[s
         kind([nn.Parameter(torch.ones(2, 2))], **options)
 
 
-# On every layout ----------------------------------------------------------------------------------------------------------
+# On random layouts --------------------------------------------------------------------------------------------------------
 
 
 def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
@@ -275,7 +275,8 @@ def test_overflow_on_one_rank_leaves_norm_based_optimizers_unchanged(world: Worl
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
 def test_norm_based_optimizers_match_dense_update_with_masters_and_accumulation(world: World, precision: Any) -> None:
-    """Gradients are exact in both dtypes, also scaled, so the master weights equal the weights of the float32 run."""
+    """Gradients are exact in both dtypes, also scaled, so the master weights differ from the dense run only by float32
+    rounding."""
     layout = LAYOUTS["data x tensor"]
     sharded, whole = world.run_each(
         in_mode,
@@ -292,7 +293,7 @@ def test_norm_based_optimizers_match_dense_update_with_masters_and_accumulation(
 
 
 def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: Path) -> None:
-    """All ranks have the same gradients, so they are equal on both layouts."""
+    """Neither layout has a data axis, so the full gradients are equal on both layouts."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
     columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "kernel": P("col")})
     saved = [(2, (rows, MAKES[name], tmp_path / name, range(4), False, STATES["offload"])) for name in NAMES]

@@ -1,4 +1,4 @@
-"""SOAP, Shampoo and wrapped optimizers on owner ranks: the dense update on every layout, and resharded states."""
+"""SOAP, Shampoo and wrapped optimizers on owner ranks: the dense update on random layouts, and resharded states."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("co
 
 @pytest.mark.parametrize("kind", list(MAKES))
 def test_owner_rank_optimizers_resume_bitwise_on_another_layout(world: World, tmp_path: Path, kind: str) -> None:
-    """All ranks have the same gradients, so they are equal on both layouts. The owner ranks differ."""
+    """Neither layout has a data axis, so the full gradients are equal on both layouts. The owner ranks differ."""
     world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "one", range(5), False, STATES["offload"])
     by_rank = world.run(
         4, run_to, COLUMNS, MAKES[kind], tmp_path / "one", range(5, 10), True, {"states": Sharded("row")}

@@ -113,7 +113,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             Adagrad read the clip coefficient and the skip flag on the device. Exceptions: SGD with dampening before a
             parameter's first step, SGD of half-precision parameters on a CPU in torch 2.11 to 2.13, and Adagrad in
             torch 2.11. These and other optimizers cost one more pass over the gradients and one host synchronization
-            per step.
+            per step. `meshstep.optim.whole.whole` also reads the skip flag on the host.
             The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
             is the index of its optimizer in the list.
             The param groups are changed: in modes with master weights they hold the master weights afterwards, and for

@@ -1,6 +1,6 @@
 """The update engine that calls the torch optimizer's own `step`, with workarounds for bugs of torch's kernels.
 
-For optimizers that can skip a step on the device, the clip factor and the skip flag are not read on the host.
+Optimizers that accept a skip flag and a gradient scale get both as tensors on the device (`update_by_torch`).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Call `step` of an optimizer that skips on the device: a fused torch optimizer, `Lion`, or a full-tensor optimizer.
+    """Call `step` of an optimizer that accepts a skip flag: a fused torch optimizer, `Lion`, or a full-tensor optimizer.
 
     Args:
         optimizer: An optimizer for which `steps_on_device` is True.

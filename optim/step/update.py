@@ -60,9 +60,9 @@ class UpdateEngine:
 
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
-    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients. For other
-    optimizers, and if one of the parameters in a call of the optimizer's `step` is float64, a separate pass scales
-    gradients in place.
+    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients, except that some
+    of the latter (such as `Muon`) scale gradients on a GPU in place. For other optimizers, and if one of the parameters
+    in a call of the optimizer's `step` is float64, a separate pass scales gradients in place.
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
@@ -290,10 +290,11 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer can skip a step on the device, because it accepts ``grad_scale`` and ``found_inf``.
+    """Return True if the optimizer itself can skip a step, because it accepts ``grad_scale`` and ``found_inf``.
 
     True for torch's fused Adam, AdamW, SGD and Adagrad, for `Lion`, for the optimizers of `meshstep.optim.whole`, and
-    for a `CombinedOptimizer` of such optimizers. There are three exceptions, for which it returns False:
+    for a `CombinedOptimizer` of such optimizers. Of these, only `AnyOptimizer` reads ``found_inf`` on the host. There are
+    three exceptions, for which the result is False:
 
     * Fused Adagrad of torch 2.11, which does not declare that it accepts ``grad_scale`` and ``found_inf``.
     * Fused SGD with dampening before a parameter's first step: torch makes the momentum buffer from the first gradient,

@@ -5,7 +5,7 @@
 
 Each fault changes one expression or statement in a copy of the repository. Then the tests of the changed module run in
 the copy, until the first failure. A fault that no test finds survives: write a test that fails with it, or add it to
-`EQUIVALENT` with the reason why no test can fail. Tests that do not end count as failed.
+`EQUIVALENT` with the reason why no test can fail. A fault whose tests do not end in time is "endless".
 
 ``--listed`` plants the faults in `LISTED`, which have survived earlier runs. ``--random`` draws faults with ``--seed``,
 ``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs these tests instead of the chosen ones.
@@ -915,7 +915,7 @@ def draw(count: int, seed: int, prefixes: tuple[str, ...]) -> list[Fault]:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """Copy the library and its tests, and return the copy."""
+    """Copy the library, its tests, pages and examples into ``folder``, and return ``folder``."""
     for name in ("amp", "optim", "parallel", "src", "tests", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):

@@ -12,7 +12,7 @@ it gets the same number of DTensors on one mesh. Columns, per DTensor in microse
     Python     warm minus kernels
     torch      `torch.nn.utils.clip_grad_norm_`, a later call
 
-Calls of both functions alternate; each figure is the smallest of all rounds.
+Calls of both functions alternate; each figure except "first" is the smallest of all rounds.
 """
 
 from __future__ import annotations

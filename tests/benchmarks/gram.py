@@ -3,8 +3,8 @@
     python tests/benchmarks/gram.py [--widths 512 1024] [--aspects 1 2 4] [--rounds 5]
     python tests/benchmarks/gram.py --split [--width 512] [--aspect 4] [--matrices 4] [--rounds 5]
 
-The first command compares both forms of `meshstep.optim.whole.muon` on one core: CPU time, and the relative error to
-the first form in float64, for the matrices of `spectra.SPECTRA`.
+The first command compares both forms of `meshstep.optim.whole.muon` with one thread: the CPU time for a random matrix of
+each size, and the relative error to the first form in float64 for matrices of `spectra.SPECTRA` with 256 rows.
 
 The second command steps matrices whose long dim is sharded over ``tensor=2``: rows in half of them, columns in the
 others. Four methods alternate. Two gather each matrix at its owner rank ("homes"), in either form. Two sum the Gram
@@ -43,11 +43,11 @@ STEPS = 5
 HOW = ("homes", "homes, on Gram", "summed", "summed at homes")
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
-# First command: both forms on one core ---------------------------------------------------------------------------------
+# First command: both forms with one thread -----------------------------------------------------------------------------
 
 
 def seconds(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the median seconds of each function; the calls alternate."""
+    """Return the median CPU seconds of each function; the calls alternate."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds + 1):
         for function, own in zip(functions, times, strict=True):

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/host_time.py [--rounds 20]
 
-A warm step of meshstep is compared with torch's `clip_grad_norm_(foreach=True)` and fused AdamW in one process, with new
-gradients in every round. Further rows: the plan of 10,000 parameters on a million ranks, `ParallelOptimizer(...)`, and
-`peers`. Contenders alternate; each figure is the median over the rounds.
+A step of meshstep after two warm-up steps is compared with torch's `clip_grad_norm_(foreach=True)` and fused AdamW in one
+process, with new gradients in every round. Further rows: `ReductionPlan.of` for 10,000 parameters on a million ranks,
+`ParallelOptimizer(...)`, and `Topology.peers`. The contenders of a step alternate; figures are medians over the rounds.
 """
 
 from __future__ import annotations

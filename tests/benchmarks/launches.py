@@ -8,8 +8,8 @@ stochastic rounding. Nothing runs on a GPU: the counts follow from the operators
     kernels   an estimate of the kernels that the operators launch
     bytes     bytes that all operators read and write, per element of the parameters
 
-The first two columns of figures are for tensors that are stepped one after the other, as on a CPU. The last two are for
-tensors that are stepped together, as on a GPU.
+The first two columns of figures are for tensors that are stepped one after the other, as on a CPU; only full-tensor
+optimizers have them. The last two are for tensors that are stepped together, as on a GPU.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def count(case: Case, together: bool = True, width: int = 128, layers: int = 8, 
 
     with ExitStack() as stack:
         logging = stack.enter_context(fake_cuda(collectives_on=torch.device("cpu")))
-        # Fake tensors have no elements, so SOAP and Shampoo read 5 steps, in which they compute no new basis.
+        # Fake tensors have no elements, so SOAP and Shampoo get the step count 5, at which they compute no new basis.
         stack.enter_context(mock.patch.object(of_whole, "_number_in", return_value=5))
         if not together:
             stack.enter_context(mock.patch.object(batching, "batches_on", return_value=False))

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/memory.py [--ranks 4] [--width 1024] [--depth 24]
 
-The model is a stack of linear layers, trained by AdamW over gloo ranks on one machine. The columns, in MiB of the rank with
-the most memory: parameters; peak of their gradients within a window of two micro-batches; shard of the reduced
-gradients; masters; optimizer states; masters, states and copies on the CPU. Two further columns: the time of a window, and
-the bytes of masters and states relative to the replicated ones divided by the number of ranks.
+The model is a stack of linear layers, trained by AdamW over gloo ranks on one machine. The columns, in MiB, each of
+the rank with the largest value: parameters; peak of their gradients within a window of two micro-batches; shard of the
+reduced gradients; masters; optimizer states; masters, states and copies on the CPU. Two further columns: the time of a
+window, and for sharded states the bytes of masters and states relative to the replicated ones divided by the number of
+ranks.
 """
 
 from __future__ import annotations

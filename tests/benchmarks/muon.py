@@ -2,9 +2,10 @@
 
     python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5] [--kinds homes duplicated]
 
-The matrices of a transformer are replicated over ``data=2`` and sharded over ``tensor=2``. The methods alternate, one step
-each, so that other load affects all of them. The output has medians over rounds: time until the slowest rank is done, and
-CPU time of all ranks, which excludes waiting. It also shows how evenly Newton-Schulz is divided over the ranks.
+With owner ranks and with DTensors, the matrices of a transformer are replicated over ``data=2`` and sharded over
+``tensor=2``; the other methods have full matrices on every rank. The methods alternate, one step each, so that other load
+affects all of them. The output has medians over rounds: time until the slowest rank is done, and CPU time of all ranks. It
+also shows how evenly Newton-Schulz is divided over the ranks.
 """
 
 from __future__ import annotations

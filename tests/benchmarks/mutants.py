@@ -2,8 +2,8 @@
 
     python tests/benchmarks/mutants.py [--mutants 200] [--right 200] [--start 0]
 
-The counts per kind of mistake: planted, detected, with exactly the wrong parameters named, with the right cause. Missed
-mistakes are printed.
+The counts per kind of mistake: planted, detected, with exactly the wrong parameters named, with the right cause. Each
+mistake that lacks one of these is printed, and so is each error on a correct model.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Run:
         return self.contender(model, step) if self.registry.topology.world_size == 1 else Contender(refill, step)
 
     def plain_chain(self, dtype: torch.dtype) -> Contender:
-        """Return hand-written masters on one rank: cast, check, unscale, measure, clip, step, copy back."""
+        """Return hand-written masters on one rank: cast, check and unscale (fp16), measure, clip, step, copy back."""
         model = self.model(dtype)
         masters = [nn.Parameter(weight.detach().float()) for weight in model.weights]
         optimizer = adamw(masters)
@@ -286,7 +286,7 @@ class Run:
         return not self.deepspeed.accelerator.get_accelerator().is_fp16_supported()
 
     def contenders(self) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
-        """Return the contenders by precision and name. All ratios are relative to the first contender in fp32, `BARE`."""
+        """Return the contenders by precision and name. Ratios are relative to `BARE`, always in float32."""
         found: dict[str, dict[str, Callable[[], Contender]]] = {
             "fp32": {
                 BARE: self.bare,

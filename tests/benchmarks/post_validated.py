@@ -301,7 +301,8 @@ def show_times(rank: int, loops: Native, arguments: argparse.Namespace, millions
 
 
 def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
-    """Compare 1,000 steps of each form, some with clipping or skips caused by one rank, with synchronous steps."""
+    """Compare steps of each form without user code with synchronous steps. Some steps clip, and in some a non-finite gradient
+    of one rank causes a skip."""
     piece = 4096
     numel = 3 * piece + 17 + rank
     forms = {**forms_of(numel, 24 * piece), "without the log: must differ": by_log(Log(12 * numel), restores=False)}

@@ -3,7 +3,7 @@
     python tests/benchmarks/proof.py [MODEL ...]
 
 The models have 10, 102 and 1,002 parameters, and one has 30M elements. Each is correct, or has one wrong spec, or lacks
-one `copy_to`, so that all gradients before it are wrong. Times on a CPU are CPU times.
+one `copy_to`, so that all gradients before it are wrong. All times are CPU times.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/whole_any.py [--ranks 2] [--width 128] [--layers 2] [--rounds 5]
 
-Needs timm and pytorch_optimizer; missing packages are left out. The parameters are those of a transformer in float32. The
-columns: relative difference from one process after five steps of a small model, wrapped and on bare shards; CPU time of the
-dense step in one process; CPU time of a wrapped step on the slowest rank and on all ranks, relative to the dense step. The
-figures are medians over rounds, over gloo with one thread per rank.
+Needs timm and pytorch_optimizer; an optimizer of a missing package has a row with the error. The parameters are matrices
+and vectors of a transformer in float32. The columns: relative difference from one process after five steps of a small
+model, wrapped and on bare shards; CPU time of the dense step in one process; CPU time of a wrapped step on the slowest rank
+and on all ranks, relative to the dense step. Times are medians over rounds, over gloo with one thread per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from world import World
 
 
 def specs_of(width: int, layers: int) -> list[tuple[tuple[int, ...], P]]:
-    """Return shape and spec of each parameter of a transformer."""
+    """Return shape and spec of each parameter: four matrices and two vectors per layer of a transformer."""
     one = [
         ((3 * width, width), P("tensor")),
         ((width, width), P(None, "tensor")),

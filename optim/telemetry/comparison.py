@@ -143,7 +143,7 @@ def _tolerance(text: str) -> tuple[str, float]:
     try:
         return dtype, float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form DTYPE=NUMBER, such as float32=1e-3") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: give DTYPE=NUMBER, such as float32=1e-3") from None
 
 
 def _print_comparison(options: argparse.Namespace) -> int:

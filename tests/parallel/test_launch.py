@@ -438,7 +438,6 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
 
 
 @pytest.mark.default_cases(99)  # a case starts no process
-@pytest.mark.default_cases(6)
 @pytest.mark.parametrize(
     ("nodes", "restarts", "prefix"),
     [

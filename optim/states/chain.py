@@ -152,13 +152,13 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 # checks the optimizer's settings and makes a parameter transform (`ParamTransform`). Transforms are installed in the
 # order of their `Position`. Up to `Position.DTYPE`, each one replaces tensors that the previous one returned:
 #
-#     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
+#     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master
 #
-# Transforms at `Position.STATE` and `Position.UPDATE` replace no tensor.
+# The last tensor is the stepped tensor. Transforms at `Position.STATE` and `Position.UPDATE` replace no tensor.
 #
-# At the end of an accumulation window, gradients move from left to right (`pull_grads`). After the update, weights move
-# from right to left (`step`, `write_back`). A transform handles only its own replacements; `TransformChain` calls the
-# transforms in the right order.
+# At the end of an accumulation window, gradients move from left to right: in `pull_grads`, or from a copy on the CPU on,
+# in `step`. After the update, weights move from right to left (`step`, `write_back`). A transform handles only its own
+# replacements; `TransformChain` calls the transforms in the right order.
 
 
 @renamed_members(CUT="SHARD")

@@ -82,7 +82,9 @@ class GradientCompletion:
         self._unused: UnusedParameters | None = unused
         self.param_facts = ParamFacts()
         self._in_backward = in_backward
-        self._arrived: ArrivedGradients | None = None  # from the second window on, if ``in_backward``
+        self._arrived: ArrivedGradients | None = (
+            None  # from the second window on, with several ranks and ``in_backward``
+        )
         self._next_checked = 0
 
     def not_captured(self) -> str | None:

@@ -678,7 +678,8 @@ class Shards(ParamTransform):
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
-                # `ZeroBucket`, `FixedOrderSum` or torch's data parallelism reduces gradients over these axes.
+                # Gradients are reduced over these axes by `ZeroBucket`, `FixedOrderSum` or torch's data parallelism, or
+                # are equal along them.
                 averaged = (*entry.averaged, *axes)
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged

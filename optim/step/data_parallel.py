@@ -268,7 +268,10 @@ class FixedOrderSync(GradSyncController):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Set the gradients to the sums over all micro-batches. Collectives: those of `FixedOrderSum.finish`."""
+        """Set gradients to sums over the micro-batches of all data ranks, or give slices of sums to buckets of `Sharded`.
+
+        Collectives: those of `FixedOrderSum.finish`.
+        """
         self._total.finish()
 
     def clear(self) -> None:

@@ -613,7 +613,7 @@ def adamw_update(slot: Slot) -> Update:
 
 # Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------
 
-# The owner rank of a matrix stores the state of the matrix in the state dict of this rank's first shard of the tensor.
+# The owner rank of a matrix stores the state of the matrix in the optimizer state of its own first shard of the tensor.
 # The key is "<name>.<number of the matrix>", followed by ".<suffix>" if the matrix has several states of this name. The
 # state belongs to the full tensor, so a checkpoint contains it once. A load gives it to the owner rank in the new layout.
 

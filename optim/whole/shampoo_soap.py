@@ -224,7 +224,7 @@ class PreconditionedOptimizer(HomeOptimizer):
     def squares(self, slot: Slot, matrix: Matrix) -> list[tuple[Tensor, Tensor] | None]:
         """Return (statistics, root or basis) for each side of a matrix; None for a side without preconditioner.
 
-        ``slot`` is the stepped tensor whose state dict has the states of the matrix.
+        ``slot`` is the stepped tensor whose optimizer state has the states of the matrix.
         """
         found: list[tuple[Tensor, Tensor] | None] = []
         for dim in range(len(sides_of(matrix.shape))):
@@ -308,7 +308,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         Args:
             matrix: A matrix that this rank owns.
             g: The full gradient of the matrix, in ``factor_dtype``.
-            slot: The stepped tensor whose state dict has the matrix's states.
+            slot: The stepped tensor whose optimizer state has the states of the matrix.
             taken: Number of steps before this one.
         """
 

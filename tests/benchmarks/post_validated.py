@@ -301,8 +301,8 @@ def show_times(rank: int, loops: Native, arguments: argparse.Namespace, millions
 
 
 def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
-    """Compare steps of each form without user code with synchronous steps. Some steps clip, and in some a non-finite gradient
-    of one rank causes a skip."""
+    """Compare steps of each form without user code with synchronous steps. Some steps clip, and a non-finite
+    gradient of one rank causes a skip in some."""
     piece = 4096
     numel = 3 * piece + 17 + rank
     forms = {**forms_of(numel, 24 * piece), "without the log: must differ": by_log(Log(12 * numel), restores=False)}

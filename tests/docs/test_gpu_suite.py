@@ -34,7 +34,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def logs(checkout: Path) -> Path:
-    """The folder of logs of the command that runs all GPU tests and the benchmark, here on the CPU."""
+    """The folder of logs of the command for all GPU tests and the benchmark, run on the CPU with two tests selected."""
     options = ("--device", "cpu", "--out", "logs", "-k", "grad_scaler or mean_gradient")
     done = started(checkout, "-m", "tests.gpu", "--all", *options, fork_children=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +67,7 @@ def test_gpu_tests_run_from_a_checkout_and_skip_without_a_gpu(checkout: Path) ->
     assert sorted(checkout.rglob("*")) == before
 
 
-def test_cpu_cases_of_gpu_tests_pass_under_torchrun(checkout: Path) -> None:
+def test_selected_gpu_tests_pass_on_the_cpu_under_torchrun(checkout: Path) -> None:
     chosen = "mean_gradient or (fp32 and (replicas_are or (replays and replicated)))"
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +91,7 @@ def test_gpu_benchmark_prints_a_markdown_table(logs: Path) -> None:
         assert float(row.split("|")[2]) > 0, row
 
 
-def test_all_gpu_tests_and_the_benchmark_run_by_one_command(logs: Path) -> None:
+def test_one_command_starts_every_phase_of_gpu_tests_and_the_benchmark(logs: Path) -> None:
     lines = (logs / "summary.md").read_text().splitlines()
     assert f"torch {torch.__version__.split('+')[0]}" in lines[2]
     results = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in lines[6:16]}

@@ -50,7 +50,7 @@ def test_power_sum_is_accurate_on_unaligned_memory(
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-def test_power_sum_is_accurate_in_other_memory_formats(device: torch.device, p: float) -> None:
+def test_power_sum_is_accurate_for_channels_last_and_transposed_tensors(device: torch.device, p: float) -> None:
     gradient = torch.randn(8, 16, 15, 17, device=device).to(memory_format=torch.channels_last)
     assert_right(gradient, p)
     assert_right(torch.randn(100, 300, device=device).t(), p)

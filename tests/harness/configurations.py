@@ -482,8 +482,8 @@ def setting_of(rng: random.Random) -> Setting:
 
 
 def case_of(number: int) -> Case:
-    """Draw a case from the seed ``number``. Hypothesis itself would stay near earlier draws, but a few dozen cases must
-    cover all kinds."""
+    """Draw a case from the seed ``number``, independently of other cases. Hypothesis would often vary an earlier case, but
+    a few dozen cases must cover all kinds of cases."""
     rng = random.Random(number)
     setting, resumed = setting_of(rng), setting_of(rng)
     goes_on = rng.choice(["on", "on", "same", "other states", "other layout", "other layout"])

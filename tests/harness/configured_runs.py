@@ -67,9 +67,10 @@ class Report:
 
 
 class Rank:
-    """One rank's part of the model and its optimizer, as they are constructed at some step.
+    """One rank's part of the model and its optimizer.
 
     Args:
+        step: The step before which they are constructed: it decides whether the model has the added parameters.
         moved: A value added to all weights.
         device: The device of the model.
     """

@@ -1,5 +1,5 @@
-"""Run the unmodified DeepSpeed on CPU ranks over gloo, without its compiled shared-memory kernel and with process
-groups reset after each test."""
+"""Run the unmodified DeepSpeed on CPU ranks over gloo, without its compiled shared-memory kernel. The process groups
+in its modules are reset after each `deepspeed_on_cpu` block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs for kernels (tensors of all dtypes and value ranges), and the expected results in float64."""
+"""Inputs for kernels (tensors of several dtypes and of many magnitudes), and the expected results in float64."""
 
 from __future__ import annotations
 

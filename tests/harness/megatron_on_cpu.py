@@ -3,9 +3,10 @@ on the CPU.
 
 Within `megatron`, this process replaces the device "cuda" of new tensors (norms, overflow flags),
 ``torch.cuda.current_device``, ``synchronize`` and ``manual_seed``, ``Tensor.cuda`` and ``Tensor.type`` (Megatron asserts
-"torch.cuda.FloatTensor"), the states of CUDA's random generators, and the apex kernel that Megatron's `FusedLayerNorm`
-calls, without which it has no layer norm for sequence parallelism. It also adds a name that Megatron's router imports from
-TransformerEngine. Flags, gradients, norms, optimizers and all other layers are not changed.
+"torch.cuda.FloatTensor"), and the states of CUDA's random generators. It makes Megatron's `FusedLayerNorm` the layer norm,
+because Megatron has no other one for sequence parallelism, and replaces the apex kernel that it calls. It also adds a name
+that Megatron's router imports from TransformerEngine. Flags, gradients, gradient norms, optimizers and all other layers are
+not changed.
 
 Multi-latent attention of Megatron-core 0.16 needs two layers of TransformerEngine. Here two classes replace these layers:
 `_CoreAttention`, and `_DuplicatedLinear` with the flag `sequence_parallel`, as Megatron's `TELinear` sets it.

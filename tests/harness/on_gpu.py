@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def why_no_gpu() -> str:
-    """Return the reason why nothing can run on a GPU here; empty if it can."""
+    """Return the reason why this process cannot use a GPU; empty if it can."""
     if not torch.backends.cuda.is_built():
         return "needs a GPU: this torch is built without CUDA"
     if not torch.cuda.is_available():

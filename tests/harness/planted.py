@@ -1,4 +1,4 @@
-"""Models with given gradients in every layout: the loss is the sum of <parameter, G>, so the gradient is G.
+"""Models with given gradients in several layouts: the loss is the sum of <parameter, G>, so the gradient is G.
 
 Ranks along data, pipeline and partial axes add different terms to a logical gradient, and so do micro-batches; see
 `Layout.where`. `Dense` is one process that has all terms, in float64. All values are short binary fractions, which half

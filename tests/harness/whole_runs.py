@@ -1,4 +1,4 @@
-"""Run optimizers that need full tensors, on every layout and in a single process, in float64."""
+"""Run optimizers that need full tensors, on the layouts in `WHOLE_LAYOUTS` and in a single process, in float64."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 class Odd(nn.Module):
-    """Parameters of all kinds: 0-dim, not contiguous, frozen, unused on some ranks, and one that is sharded over
+    """Parameters of several kinds: 0-dim, not contiguous, frozen, unused on some ranks, and one that is sharded over
     ``data`` if ``registry`` has several data ranks."""
 
     def __init__(self, registry: ProcessGroupRegistry | None = None, dtype: torch.dtype = torch.float32) -> None:

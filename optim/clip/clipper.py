@@ -392,7 +392,7 @@ class GradientClipper:
         self._shards = shards if self.checks else None
         self._is_repeated = False  # True after the first comparison of replicas
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
-        self._last_needs: MeasurementSpec | None = None  # of the last measurement; all ranks issued its collectives
+        self._last_needs: MeasurementSpec | None = None  # of the last measurement, in which all ranks took part
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
         self._one: Tensor | None = None

@@ -256,8 +256,8 @@ class NormBucket:
     Args:
         distinct: The axes along which ranks hold different shards or, on pipeline axes, different parameters; in the
             topology's order. Default: none.
-        owned: (axis, coordinate) pairs of the owner ranks, as in `P`. Other ranks do not hold the parameters. Default:
-            all ranks hold them.
+        owned: (axis, coordinate) or (axis, other axis) pairs that select the owner ranks, as in `P`. Other ranks do not
+            hold the parameters. Default: all ranks hold them.
         tied: ``(axis, coordinates)`` pairs: the pipeline stages that hold the same tied parameter. Default: not tied.
     """
 

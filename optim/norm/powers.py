@@ -27,7 +27,7 @@ from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 
-SMALL = 1024  # torch's CPU kernels sum all gradients with at most this many elements together
+SMALL = 1024  # `_powers_on_cpu` sums all gradients with at most this many elements in one kernel call
 ROW = 1024  # number of consecutive squares that are summed in float32
 SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
 EXACT = 1e-29  # below this mean of squares, squares that underflow in float32 are not negligible

@@ -56,7 +56,8 @@ class ReplicaMismatchError(RuntimeError):
 
     Args:
         mismatches: One `Mismatch` per parameter, axis and kind of tensor that differs. A later comparison by
-            `Fingerprints` gives one per shard and optimizer state. The message shows the first 20.
+            `Fingerprints` gives one per shard instead of per parameter, and if possible one per optimizer state that
+            differs. The message shows the first 20.
         since: First line of the message: what differs, and which steps were skipped. Default: replicas differ, and no
             step was taken.
         advice: Last line of the message: possible causes, and how to correct them. Default: the causes of a difference

@@ -279,7 +279,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rules_match_dense_model_in_every_configuration(world: World, name: str) -> None:
+def test_rules_match_dense_model_in_many_configurations(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):

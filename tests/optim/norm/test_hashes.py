@@ -26,7 +26,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
-def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+def test_flipped_bit_changes_exact_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     """Any bit may be flipped; the lowest bit of the first element and the highest bit of the last element are drawn more
     often. Of a bool tensor, only the lowest bit of the first element is flipped. The tensor may be all zeros, so that
     the sign of a zero may change, or end in NaN."""

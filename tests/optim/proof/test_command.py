@@ -171,7 +171,7 @@ def test_audit_with_invalid_arguments_exits_with_2(audited: Audited, arguments: 
     assert told in error
 
 
-def test_audit_with_wrong_number_of_processes_raises(folder: Path) -> None:
+def test_audit_with_wrong_number_of_processes_exits_with_error(folder: Path) -> None:
     done = launched_audit(2, folder, "script.py:build", *GRID)
     assert done.returncode != 0
     told = (

@@ -219,7 +219,7 @@ def assert_all_are_dense(
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
-def test_every_pipeline_schedule_matches_dense_model(sharded: bool, world: World) -> None:
+def test_pipeline_schedules_match_dense_model(sharded: bool, world: World) -> None:
     how = {"data_parallel": "fsdp", "mesh": "data"} if sharded else {}
     cases = [
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]

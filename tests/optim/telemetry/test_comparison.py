@@ -154,7 +154,7 @@ EQUAL = {ALONE, Layout("pipe=2")}  # stages only send activations, so no sum cha
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} beside {b}" for a, b in PAIRS])
-def test_correct_runs_in_two_layouts_differ_by_rounding_only(
+def test_correct_runs_in_two_layouts_differ_at_most_by_rounding(
     record: Record, a: Layout, b: Layout, world: World
 ) -> None:
     for first, second in ((a, b), (b, a)):

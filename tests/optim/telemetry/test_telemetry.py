@@ -340,7 +340,7 @@ def test_resumed_telemetry_reports_same_figures_as_uninterrupted_run(world: Worl
     assert moved == pytest.approx(whole, rel=1e-11)
 
 
-def test_telemetry_rejects_state_of_other_object() -> None:
+def test_telemetry_rejects_state_without_required_keys() -> None:
     telemetry = Telemetry(alone(nn.Linear(3, 2)))
     with pytest.raises(ValueError, match=r"give the result of Telemetry\.state_dict\(\)"):
         telemetry.load_state_dict({"step": 3})

@@ -1,4 +1,5 @@
-"""Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, events.
+"""Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, and events such as
+an overflow or an added param group.
 
 Weights and norms must equal, up to rounding, those of a float64 model that is stepped per element (`dense_steps`).
 Replicas must be bitwise identical. A run resumes from a checkpoint with the same or with another setting. With the same
@@ -38,7 +39,7 @@ def test_random_configurations_match_dense_model_and_resume(world: World, drawn:
 
 
 def problems_of_each(world: World, drawn: Sequence[Case]) -> list[list[str]]:
-    """Run all cases, and return the differences from the dense run per case."""
+    """Run all cases. Return, per case, the differences from the dense run and between the first and the resumed run."""
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, str(index)) for index in range(len(drawn))]
         calls = [(case.setting.at.topology.world_size, (case, path)) for case, path in zip(drawn, paths, strict=True)]

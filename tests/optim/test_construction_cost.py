@@ -1,6 +1,6 @@
-"""Object all-gathers of the constructor of `ParallelOptimizer` and of the first `clip_grad_norm_`.
+"""Number of object all-gathers in the constructor of `ParallelOptimizer` and in the first call of `clip_grad_norm_`.
 
-They take longer with more ranks.
+An object all-gather takes longer with more ranks.
 """
 
 from __future__ import annotations

@@ -142,9 +142,10 @@ RANKS = (1, 2, 3, 4, 6, 8)
 
 
 def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[object, ...]]:
-    """Return, for each number in ``ranks`` that divides ``run.total``, the results of the ranks of one model replica.
+    """Train on each number of data ranks in ``ranks`` that divides the number of micro-batches ``run.total``.
 
-    Each number is a number of data ranks. Assert that all data ranks of a run have equal results.
+    Return, per number of data ranks, the results of the ranks of one model replica. Assert that all replicas have equal
+    results.
     """
     found: list[tuple[object, ...]] = []
     for data_ranks in (ranks for ranks in ranks if run.total % ranks == 0):
@@ -157,7 +158,7 @@ def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[ob
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_fixed_order_weights_and_states_are_bitwise_equal_on_one_to_four_data_ranks(name: str, world: World) -> None:
+def test_fixed_order_weights_and_states_are_bitwise_equal_on_up_to_four_data_ranks(name: str, world: World) -> None:
     run = RUNS[name]
     found = hashes(world, run, (1, 2, 3, 4))
     assert len({*found}) == 1

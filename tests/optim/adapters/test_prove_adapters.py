@@ -1,4 +1,4 @@
-"""`prove` on adapters: DoRA, merged adapters, and specs that fit the gradients but not the base layer."""
+"""`prove` on adapters: DoRA, merged adapters, and specs that do not fit the base layer."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def call_next(saver: AsyncSaver, run: Run, call: str) -> None:
 
 
 def fails(path: Path, next_call: str) -> list[str]:
-    """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the names of the files, and the
-    extra value of the checkpoint that is loaded afterwards."""
+    """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the names in the folder ``path``,
+    and the extra value of the checkpoint that is loaded afterwards."""
     run = Run((("tensor", 2),), "fp32")
     messages = []
     saver = AsyncSaver(path, run.registry)

@@ -41,7 +41,7 @@ def test_boxes_of_range_of_flattened_tensor_cover_its_elements_in_order(shape: l
 
 @st.composite
 def regions(draw: st.DrawFn, full: list[int]) -> Region:
-    """Draw a flat range of a shard of a tensor."""
+    """Draw a range of the flattened elements of a rectangular shard. ``full`` is the shape of the full tensor."""
     offsets = [draw(st.integers(0, length)) for length in full]
     shape = [draw(st.integers(0, length - offset)) for length, offset in zip(full, offsets, strict=True)]
     start = draw(st.integers(0, prod(shape)))

@@ -128,7 +128,8 @@ def test_saving_module_with_nonempty_extra_state_is_rejected(tmp_path: Path, sta
 
 
 def fails(path: Path, how: str) -> tuple[str, list[str]]:
-    """Make a second save fail, by an error on rank 1 or by uneven shards. Return the error and the remaining files."""
+    """Make a second save fail, by an error on rank 1 or by uneven shards. Return the error, and the names in
+    the folder ``path`` after the failed save."""
     axes: Axes = (("tensor", 2),)
     run = Run(axes, "fp32")
     save_checkpoint(path, run.model, run.optimizer, extra="first")

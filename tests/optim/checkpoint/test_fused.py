@@ -1,7 +1,7 @@
 """Fused weights (gate and up in one matrix; q, k and v in another) on 1, 2 and 4 tensor-parallel ranks.
 
 The reference is the dense model in one process: torch's linear layers, AdamW and `clip_grad_norm_`. The parallel model
-is saved and loaded into another layout every few steps.
+is saved and loaded into another layout every two steps.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def near(found: Tensor, expected: Tensor) -> bool:
 
 
 def train(path: Path, stage: Stage, first: int, last: int, truth: Truth) -> None:
-    """Run steps ``first`` to ``last`` from the checkpoint (if any), compare with the dense run, and save."""
+    """Load the checkpoint unless ``first`` is 0, run steps ``first`` to ``last - 1``, compare them with the dense run, and
+    save."""
     registry = ProcessGroupRegistry(Topology(roles=None, **dict(stage.axes)))
     topology, rank = registry.topology, registry.global_rank
     model = Block(registry, 3 if first == 0 else 99)

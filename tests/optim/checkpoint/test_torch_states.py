@@ -341,7 +341,7 @@ def test_torch_states_reject_clipping_rule_state_that_is_no_json() -> None:
 
 def test_torch_states_of_optimizer_without_states_keep_split_masters() -> None:
     """SGD without momentum has no states. To create missing states, the constructor of `TorchStates` makes a step with zero
-    gradients, which must not change the weights."""
+    gradients, which must not change the master weights."""
     with ProcessGroupRegistry(Topology()) as registry:
         precision = Bf16(split_masters=True)
         model = precision.prepare(nn.Linear(8, 8, bias=False))

@@ -1,4 +1,5 @@
-"""Checkpoints of only the trainable parameters load into models that already have the frozen ones, in any layout."""
+"""Checkpoints of only the trainable parameters load into models that already have the frozen ones, also in other
+layouts."""
 
 from __future__ import annotations
 

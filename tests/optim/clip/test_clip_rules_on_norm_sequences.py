@@ -110,7 +110,7 @@ class Told:
     moved_by_skips: bool = False
 
     def bits(self) -> list[Any]:
-        """Return all numbers of each step; none may be NaN."""
+        """Return norms, clip coefficients, skip flags and rule states of all steps. They must not contain NaN."""
         return [self.norms, self.coefs, self.skipped, self.states]
 
 

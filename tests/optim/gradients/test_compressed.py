@@ -42,7 +42,7 @@ def arguments(way: str, compression: Any, bucket_bytes: int | None = None) -> di
     return {"compression": compression, "bucket_bytes": bucket_bytes, **options}
 
 
-# Compressed sums of one flat buffer -----------------------------------------------------------------------------------
+# Compressed sums of flat buffers --------------------------------------------------------------------------------------
 
 
 def given(rank: int, count: int) -> list[Tensor]:

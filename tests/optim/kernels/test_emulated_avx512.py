@@ -1,7 +1,7 @@
 """The AVX-512 variant of the compiled loops on a machine without AVX-512: its intrinsics are replaced by AVX2 code.
 
 These tests show that the source handles the right elements in the right order. They do not show that the machine code
-for AVX-512 is right; the other tests of this folder show that on a machine with AVX-512.
+for AVX-512 is right; the tests of `FILES` show that on a machine with AVX-512.
 """
 
 from __future__ import annotations

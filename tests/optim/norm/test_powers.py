@@ -1,4 +1,4 @@
-"""Local norm contributions: the sums of powers of a rank's gradients."""
+"""Sums of powers of a rank's gradients, and the range of global norms that are computed from them."""
 
 from __future__ import annotations
 

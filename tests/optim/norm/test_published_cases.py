@@ -3,7 +3,7 @@ the norm of this library with the norm of the dense model.
 
 A gradient has few elements, chosen so that the norms equal those of the reports. If a report gives only a
 relative error, or uses more than four ranks, the elements give the same figures on two or four ranks. If a report has no
-figures, the elements are whole numbers, and the wrong norm follows from the wrong rule.
+figures, the elements are chosen freely, and the wrong norm follows from the wrong rule.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
 
 
 def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
-    """Count everything on the first rank of the axis, and parameters flagged as sharded on the other ranks; sum
-    over the axis."""
+    """Count everything on the first rank of the axis, and only parameters in ``flagged`` on the other ranks. Sum over the
+    axis. ``axis`` may name several axes, separated by spaces."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         first = all(registry.rank(a) == 0 for a in axis.split())

@@ -1,4 +1,4 @@
-"""The printed form of `GradStats`."""
+"""`GradStats`: the printed form, and comparisons by the norm."""
 
 from __future__ import annotations
 

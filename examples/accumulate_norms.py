@@ -57,7 +57,7 @@ class Experiment:
 
 
 def train(norm: str, micro_batches: int, steps: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
-    """Return all parameters after the steps, and the last gradient, as vectors."""
+    """Return all parameters after the steps, and the clipped gradient of the last step, as vectors."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, CHANNELS, 3), NORMS[norm](), nn.ReLU(), nn.Flatten(), nn.Linear(36 * CHANNELS, 10)]
     model = nn.Sequential(*layers).double()

@@ -5,9 +5,9 @@
     torchrun --standalone --nproc-per-node 4 examples/amp_vit.py --sample --precision bf16 --topology data=2,tensor=2
     torchrun --standalone --nproc-per-node 4 examples/amp_vit.py --sample --precision fp8 --topology row=2,col=2
 
-Attention and MLP are sharded over `tensor`, or all layers over the `row` x `col` grid: see models/layers.py. The loss curve
-is the same on every topology, within the rounding of the precision. `--sample` makes a small data set in the format of
-Caltech-101 from images that come with scikit-learn; the original data set is read from `--data`.
+Attention and MLP are sharded over `tensor`, or all layers over a grid or a cube of ranks: see models/layers.py. The loss
+curve is the same on every topology, within the rounding of the precision. `--sample` makes a small data set in the format
+of Caltech-101 from images that come with scikit-learn; the original data set is read from `--data`.
 """
 
 from __future__ import annotations

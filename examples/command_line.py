@@ -52,7 +52,7 @@ sys.excepthook = explain_missing_package  # scripts import this module before th
 
 # Flags ------------------------------------------------------------------------------------------------------------------
 
-# Model axes of 2-D, 2.5-D and 3-D layers that shard the batch too.
+# Model axes of 2-D, 2.5-D and 3-D layers over which the batch is sharded, in addition to the data axes.
 SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
 
 

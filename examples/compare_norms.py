@@ -4,7 +4,7 @@
 
 On this mesh each rank holds a quarter of the weight. The bias is sharded over `col` and replicated over `row`: each rank
 holds half of it. Layer and input are random; the reference is the dense layer in float64. Gradients are first averaged
-over `data`, as every way of measuring requires.
+over `data`, as every method of measuring requires.
 """
 
 from __future__ import annotations

@@ -333,10 +333,10 @@ class ShardedDataLoader(DataLoader[T]):
         iteration is the next epoch.
 
         The global batch size is ``batch_size`` times the number of data coordinates. If the global batch size and
-        ``drop_last`` are unchanged, the remaining steps have the same samples as in the saved run. Only the last two
-        steps may divide their samples differently, if the number of data coordinates has changed. If the global batch
-        size or ``drop_last`` has changed, the remaining samples are divided into new steps. If the state is from the
-        end of an epoch, all arguments may differ from the saved run.
+        ``drop_last`` are unchanged, the remaining steps have the same samples as in the saved run. Only the boundary
+        between the last two steps may move, if the number of data coordinates has changed. If the global batch size or
+        ``drop_last`` has changed, the remaining samples are divided into new steps. If the state is from the end of an
+        epoch, all arguments may differ from the saved run.
 
         Args:
             state_dict: A result of `state_dict`.

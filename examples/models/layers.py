@@ -89,7 +89,7 @@ class DenseLayers:
 class Layers1D(DenseLayers):
     """Pairs of linear layers are sharded over `tensor`.
 
-    Other layers are replicated, because 10 classes, for example, do not divide over 4 ranks.
+    Other layers are replicated: a classifier of 10 classes, for example, does not divide over 4 ranks.
     """
 
     rules: Mapping[str, P] = {"embed.*": P(), "positions": P(), "head.*": P()}

@@ -24,7 +24,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return difference.square().mean()
 
 
-# On each rank ---------------------------------------------------------------------------------------------------------
+# Functions that the tests run on each rank ----------------------------------------------------------------------------
 
 
 def is_exact(topology: Topology, forget_sum: bool, hidden: int = 8, samples: int = 4) -> None:

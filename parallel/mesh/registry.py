@@ -207,10 +207,10 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def order_launches(world: dist.ProcessGroup | None) -> None:
     """Make collectives of several NCCL groups run on the GPU in the order of their launches.
 
-    The order of the launches is the same on all ranks. Otherwise collectives on several streams could run in different
-    orders on different ranks, and deadlock. The function sets the environment variable NCCL_LAUNCH_ORDER_IMPLICIT to 1,
-    unless the variable is set. NCCL 2.26 and newer read it once per process, before the first collective. If the default
-    group has already run a collective, the function warns.
+    All ranks launch the collectives in one order. Without this setting, collectives on several streams could still run in
+    different orders on different ranks, and deadlock. The function sets the environment variable
+    NCCL_LAUNCH_ORDER_IMPLICIT to 1, unless the variable is set. NCCL 2.26 and newer read it once per process, before the
+    first collective. If the default group has already run a collective, the function warns.
 
     Args:
         world: The default group; None: it does not exist yet.

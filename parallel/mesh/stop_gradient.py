@@ -14,7 +14,7 @@ def stop_gradient(tensor: Tensor) -> Tensor:
     `prove` compares gradients with changes of the loss, and would report that the loss depends on a detached tensor. While
     `prove` runs, every forward therefore gets the values that this function returned in the first forward.
 
-        scale = stop_gradient(torch.ones(4).norm())     # gradients ignore that the norm depends on the weights
+        scale = stop_gradient(torch.ones(4).norm())     # backward treats the norm as a constant
 
     Each forward of the model must make the same number of calls of this function, in the same order.
 

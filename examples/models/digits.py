@@ -47,8 +47,8 @@ class MixtureTransformer(PatchTransformer):
     def routing(self) -> Tensor:
         """Return a tensor [2]: the router's imbalance, and the fraction of dropped choices, in the last forward.
 
-        Both are averaged over mixtures and this rank's samples. The imbalance is 1 if the router chooses all experts equally
-        often.
+        Both are averaged over mixtures and this rank's samples. The imbalance is 1 if the router chooses all experts
+        equally often.
         """
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         return torch.stack([torch.stack([m.imbalance, m.dropped.to(m.imbalance)]) for m in mixtures]).mean(0)

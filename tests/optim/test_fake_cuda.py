@@ -354,6 +354,7 @@ def test_2d_layer_collectives_with_gloo_on_shared_gpu_are_supported() -> None:
 
 
 def test_offloaded_step_waits_only_for_gradients_step_decision_and_weights() -> None:
+    """Exception: the comparison of weights in the second step (`without_comparison`)."""
     for log in without_comparison(steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU)):
         gradients, decision, weights = log.waits
         assert "optim/states/offloaded.py" in gradients
@@ -485,7 +486,10 @@ def test_number_of_gradient_kernels_is_independent_of_parameter_count(placed: st
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None:
-    """The device decides whether other shards of the tensor have a gradient."""
+    """The device decides whether other shards of the tensor have a gradient.
+
+    Exception: the comparison of weights with their master weights (`COMPARES`).
+    """
     topology, (precision, dtype) = Topology(tensor=2), MODES[mode]
     with world(topology), fake_cuda() as logging:
         registry = ProcessGroupRegistry(topology)
@@ -512,7 +516,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
 
 
 def test_replica_check_in_every_step_synchronizes_with_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check compares parameters and gradients, replicated or sharded."""
+    """The third of three steps is checked. The check compares parameters and gradients, replicated or sharded."""
     looked_at: list[str] = []
 
     def nonzero(tensor: torch.Tensor) -> SimpleNamespace:
@@ -548,7 +552,7 @@ def test_hashes_of_tensors_on_other_device_are_copied_together() -> None:
 def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run has more steps than the cache `Constants` has entries."""
+    """The first step is not checked. The run has more steps than the cache `Constants` has entries."""
     # The original method would read memory that fake tensors do not have.
     monkeypatch.setattr(SkipMonitor, "_earlier_counts", lambda monitor: (0, 0, 0, 0))
     with fake_cuda(collectives_on=CPU) as logging:

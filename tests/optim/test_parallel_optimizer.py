@@ -57,7 +57,7 @@ def compare(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_twenty_sgd_steps_on_every_layout_match_dense_model(world: World, name: str) -> None:
+def test_twenty_sgd_steps_on_several_layouts_match_dense_model(world: World, name: str) -> None:
     compare(world, name, torch.float64, sgd, max_norm=SCENARIOS[name].threshold)
 
 

@@ -36,7 +36,7 @@ from world import World
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 24])
-def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: int) -> None:
+def test_tree_sum_equals_recursive_reference_for_different_numbers_of_ranks(count: int) -> None:
     """The sums are bitwise equal for each number of ranks that divides the number ``count`` of micro-batches."""
     torch.manual_seed(count)
     leaves = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(count)]

@@ -30,7 +30,7 @@ def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)])
-def test_dense_tensor_in_any_memory_order_is_flattened_without_copy(dims: tuple[int, ...]) -> None:
+def test_permuted_dense_tensor_is_flattened_without_copy(dims: tuple[int, ...]) -> None:
     stored = torch.arange(24.0).view(2, 3, 4)
     flat = flattened(stored.permute(dims))
     assert flat.data_ptr() == stored.data_ptr()

@@ -38,7 +38,7 @@ def variants_here() -> list[str]:
 
 @contextmanager
 def with_variant(name: str) -> Iterator[None]:
-    """Select a variant of the compiled CPU kernels in this process within the block, and the default variant afterwards."""
+    """Select a variant of the compiled CPU kernels in this process within the block, and the widest variant afterwards."""
     loops().take(name)
     try:
         yield
@@ -48,7 +48,7 @@ def with_variant(name: str) -> Iterator[None]:
 
 @contextmanager
 def with_threads(count: int, torchs: bool) -> Iterator[None]:
-    """Run the loops on ``count`` threads: of torch's pool if ``torchs``, else of the loops' own pool."""
+    """Run the loops on ``count`` threads: of torch's pool if ``torchs``, else threads that each call creates."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     loops().borrow(torchs_threads() if torchs else None)

@@ -238,7 +238,7 @@ def forms_of(numel: int, room: int) -> dict[str, Form]:
     }
 
 
-# Times -----------------------------------------------------------------------------------------------------------------
+# Measuring times -------------------------------------------------------------------------------------------------------
 
 
 class Spent(NamedTuple):
@@ -297,7 +297,7 @@ def show_times(rank: int, loops: Native, arguments: argparse.Namespace, millions
             report(f"{millions:g}M elements, {what}", forms, spent)
 
 
-# Bits ------------------------------------------------------------------------------------------------------------------
+# Comparing results bitwise ---------------------------------------------------------------------------------------------
 
 
 def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:

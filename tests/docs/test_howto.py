@@ -129,7 +129,7 @@ def test_testing_page_example_fails_only_with_wrong_spec(tmp_path: Path) -> None
     assert all(line in done.stdout for line in message.splitlines()), done.stdout
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing the printed text into pages ----------------------------------------------------------------------------------
 
 
 def write(name: str) -> None:

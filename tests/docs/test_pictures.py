@@ -43,7 +43,7 @@ def on_a_rank(name: str, function: str, *arguments: Any) -> Any:
     return getattr(script(name), function)(*arguments)
 
 
-# The files ------------------------------------------------------------------------------------------------------------
+# Picture files and their scripts --------------------------------------------------------------------------------------
 
 
 def test_each_picture_has_a_script() -> None:
@@ -88,7 +88,7 @@ def test_picture_fits_its_frame_and_has_light_and_dark_colours(path: Path) -> No
     assert "prefers-color-scheme: dark" in path.read_text()
 
 
-# The figures ----------------------------------------------------------------------------------------------------------
+# Stored figures compared with runs ------------------------------------------------------------------------------------
 
 
 def test_stored_figures_of_wrong_norms_picture_match_a_run(world: World) -> None:

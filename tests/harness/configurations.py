@@ -51,7 +51,7 @@ MODEL = {
     "late_split": Logical((6, 2), group=2),
 }
 ALWAYS_USED = ("first", "second", "gain")  # every stage needs some gradient in every accumulation window
-SMALL = ("gain",)  # fewer elements than ranks: with sharded states some ranks update nothing
+SMALL = ("gain",)  # one element: of ranks that shard its states, only one updates it
 ADDED_GROUP = 2  # the param group that may be added during the run
 WHOLE = P()
 UNEVEN = ("uneven", "few")  # their shards have unequal sizes, some are empty; checkpoints do not support them
@@ -174,7 +174,7 @@ LAYOUTS = {
     ),
 }
 
-# A case -----------------------------------------------------------------------------------------------------------------
+# One case and its settings ----------------------------------------------------------------------------------------------
 
 
 class Mode(NamedTuple):
@@ -425,7 +425,7 @@ def _is_added(name: str) -> bool:
     return MODEL[name].group == ADDED_GROUP
 
 
-# Drawing ----------------------------------------------------------------------------------------------------------------
+# Drawing random cases ---------------------------------------------------------------------------------------------------
 
 WAYS_OF_WRITING = ("in place", "loaded", "moved", "relaid")
 

@@ -1,4 +1,4 @@
-"""Randomly drawn correct models of every family of layouts, with their losses: `prove` must find no error in them."""
+"""Randomly drawn correct models of several families of layouts, with their losses: `prove` must find no error in them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _ids(registry: ProcessGroupRegistry, seed: int, length: int = 7) -> Tensor:
     return torch.randint(VOCABULARY, (4, length), generator=generator)
 
 
-# One dimension ----------------------------------------------------------------------------------------------------------
+# 1-D layers -------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -193,7 +193,7 @@ def _one_dimension(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
     return Built(model, lambda model: model(ids))
 
 
-# Grids and cubes --------------------------------------------------------------------------------------------------------
+# 2-D, 2.5-D and 3-D layers ----------------------------------------------------------------------------------------------
 
 
 def _grid(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:

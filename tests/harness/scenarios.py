@@ -73,7 +73,7 @@ def dense_1d(p: Full, ids: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, p["head.weight"], p["head.bias"]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-# Two dimensions -------------------------------------------------------------------------------------------------------
+# 2-D layers -----------------------------------------------------------------------------------------------------------
 
 
 class Tensor2D(nn.Module):

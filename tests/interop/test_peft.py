@@ -397,7 +397,7 @@ def test_adapter_file_with_other_alpha_layers_or_rank_is_rejected(
         assert "q_proj has r=3, but the saved adapter has r=2; create the adapters with r=2" in r
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The LoRA recipe of TRANSFORMERS.md -----------------------------------------------------------------------------------
 
 
 def run_recipe(path: str, folder: str) -> list[str]:

@@ -1067,10 +1067,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def clip_state(self) -> Mapping[str, Tensor]:
-        """Return the state tensors of the clipping rule by name; empty before the first step.
+        """Return the state tensors of the clipping rule by name.
 
-        They are on the device, and bitwise identical on all ranks. A tensor with one value per parameter is in the
-        order of ``plan.parameter_names``. Host synchronization: none.
+        Empty before the first step, and from a load to the next step. The tensors are on the device, and bitwise
+        identical on all ranks. A tensor with one value per parameter is in the order of ``plan.parameter_names``. Host
+        synchronization: none.
         """
         return {} if self._clip is None else dict(self._clip.tensors)
 
@@ -1209,7 +1210,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         the clipping rule are bitwise equal, even if the runs have different topologies and state placements with the same
         precision mode. Two different states have equal hashes with a probability of 2^-63. Parameters need names that
         are equal in both runs, and shards need a known place in the full tensor. States that the optimizer
-        factors or packs per shard make the hash depend on the topology.
+        factors or packs per shard make the hash depend on the topology. From a load to the next step, the hash does not
+        contain the state of the clipping rule.
 
         Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read.
         """

@@ -643,7 +643,7 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
-    """Return this rank's parts of all full tensors by key, as views of contiguous tensors, and its `RankRecord`.
+    """Return this rank's parts of all saved tensors by key, as views of contiguous tensors, and its `RankRecord`.
 
     Raises:
         ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.

@@ -767,7 +767,7 @@ class TransformChain:
         return positions, new
 
     def unfrozen(self) -> list[tuple[str, Tensor]]:
-        """Return (name, parameter) pairs of unfrozen parameters that were frozen in each installation of transforms."""
+        """Return (name, parameter) pairs of unfrozen parameters that were frozen whenever transforms were installed."""
         given = [(of.name, of.param) for of in self.given if id(of.param) not in self._prepared]
         return [(name, param) for name, param in [*given, *self.left_out] if param.requires_grad]
 

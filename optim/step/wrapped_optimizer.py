@@ -230,7 +230,7 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's class name for messages; for a combination, the names joined by " + "."""
+    """Return the optimizer's class name; for a combination, the class names joined by " + "."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 

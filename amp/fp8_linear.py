@@ -7,9 +7,9 @@
 Q4 rounds a tensor to float8_e4m3fn, and Q5 rounds it to float8_e5m2. `Fp8Matmul` has one scale per tensor, and
 `Fp8RowMatmul` one scale per row.
 
-The products of two elements are exact, and they are summed in float32. NVIDIA GPUs of capability 8.9 and up use tensor
-cores (`torch._scaled_mm`). Other devices use a float32 matrix product of the same 8-bit operands. The results may differ
-by rounding errors of the sums.
+The products of two elements are exact in float32. NVIDIA GPUs of capability 8.9 and up multiply on tensor cores
+(`torch._scaled_mm`). Other devices use a float32 matrix product of the same 8-bit operands. The results may differ by
+rounding errors of the sums.
 
 Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 """
@@ -125,7 +125,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return the product ``a @ b.T`` of two scaled 8-bit matrices, summed in float32: [m, k] x [n, k] -> [m, n].
+    """Return the product ``a @ b.T`` of two scaled 8-bit matrices: [m, k] x [n, k] -> [m, n].
 
     The matrices both have a single scale, or both have one scale per row. ``dtype`` is the dtype of the result.
     """

@@ -9,8 +9,8 @@ The summed dim is sharded over the columns of the grid in A, and over the rows o
 block column k of A and block row k of B. On other grids the shards of A and B have different boundaries, and each boundary
 separates two panels. On an r x c grid there are r + c - gcd(r, c) panels if the length is divisible by both r and c.
 
-At any time a rank holds its own blocks and at most four panels of each operand. While a panel is multiplied, the broadcast
-of the next panel or the reduction of the previous panel runs.
+At any time a rank holds its own blocks and at most four panels of each operand, including panels of the operand's gradient.
+While a panel is multiplied, the broadcast of the next panel or the reduction of the previous panel runs.
 
 The ranks of a row differ along the mesh axis ``col``. "Along row i" therefore means the process group over ``col``, and
 "along column j" means the process group over ``row``. Collectives of both groups run concurrently. They are started in the

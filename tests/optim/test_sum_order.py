@@ -174,7 +174,10 @@ def test_fixed_order_with_tensor_or_pipeline_axis_is_bitwise_equal_on_1_to_3_dat
 
 
 def test_fixed_order_weights_do_not_depend_on_state_placement(world: World) -> None:
-    """The hash is the same for each placement, on 2 and on 3 ranks; each of 3 ranks exchanges several partial sums."""
+    """Hashes, last norm and number of skipped steps are the same for each placement, on 2 and on 3 ranks.
+
+    Without ZeRO-2, each of 2 ranks exchanges two partial sums, and each of 3 ranks exchanges one.
+    """
     runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]
     assert len({world.run(ranks, trained, run, ranks)[0] for ranks in (2, 3) for run in runs}) == 1
 

@@ -104,7 +104,7 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
     variant: str, half: torch.dtype, rule: Rule, half_gradients: bool
 ) -> None:
     """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN.
-    Adam rounds inside its loop, the other rules in a second loop."""
+    Adam rounds inside its loop if the variant has vector instructions; the other rules round in a second loop."""
     bits = torch.arange(2**16, dtype=torch.int32)
     exact = bits.to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2

@@ -1,4 +1,7 @@
-"""The first step raises if all shards of a parameter are bitwise equal, except where equality proves nothing."""
+"""The first step raises if all shards of a parameter and of its gradient are bitwise equal.
+
+Exceptions: cases in which equality proves nothing, and ``check_replicas=False``.
+"""
 
 from __future__ import annotations
 

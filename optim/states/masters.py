@@ -39,7 +39,7 @@ from .elementwise import check_in_buckets
 # computes the master from weight and remainder, in registers or bucket by bucket (`SplitWeights`).
 
 MANY_WRITES = 3
-"""Number of consecutive steps: if other code wrote weights before each of them, `SplitMasters` warns."""
+"""Number of consecutive steps: if other code wrote or moved weights before each of them, `SplitMasters` warns."""
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -89,7 +89,7 @@ class SplitMasters(ParamTransform):
         self._addresses: list[int] = []
         self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
         self._loaded: list[int] = []  # after a load: a hash of each weight; empty from the next step on
-        self._writes = 0  # number of consecutive steps before which other code wrote weights
+        self._writes = 0  # number of consecutive steps before which other code wrote or moved weights
         load_states_exactly(self.optimizer, self.remainders)
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ class SplitMasters(ParamTransform):
     def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set to 0 the remainders of weights that other code has written.
 
-        Warn if other code wrote weights before each of `MANY_WRITES` consecutive steps.
+        Warn if other code wrote weights, or moved them to new memory, before each of `MANY_WRITES` consecutive steps.
 
         Host synchronization: none, except once if weights were written right after a load.
 

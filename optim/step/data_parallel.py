@@ -607,7 +607,7 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Finish the reduction of Megatron's gradient buffers, and set each ``.grad`` to an alias of ``main_grad``.
+        """Finish the reduction of Megatron's gradient buffers, and alias ``.grad`` to ``main_grad`` where it exists.
 
         Collectives: those of Megatron's ``finish_grad_sync``. With ``overlap_grad_reduce`` it waits for the reductions
             that backward started.

@@ -72,7 +72,8 @@ class Restoration:
 
     The constructor compares the checkpoint with the model and the optimizer, and allocates `tensors`. It changes
     neither of them. `state_dict` returns the saved state for the optimizer. Its tensors, except numbers such as step
-    counts and the states of tensors that are not loaded, share memory with `tensors`, which `Reader.read` fills. Then `write_model` copies the saved values into the model.
+    counts and the states of tensors that are not loaded, share memory with `tensors`, which `Reader.read` fills. Then
+    `write_model` copies the saved values into the model.
 
     Args:
         parameters: The model's parameters and buffers.

@@ -35,6 +35,7 @@ FOLDINGS = {
     "experts over tensor": "data=2,tensor=2,expert=data+tensor",
     "experts over half of data": "edp=2,mid=2,tensor=1,data=edp+mid,expert=mid+tensor",
     "folded": "edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor",
+    "experts replicated over tensor": "edp=1,mid=2,tensor=2,data=edp+mid,expert=edp+mid",
 }
 WORLD = {name: Topology.parse(text).world_size for name, text in FOLDINGS.items()}
 

@@ -1210,12 +1210,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         the clipping rule are bitwise equal, even if the runs have different topologies and state placements with the same
         precision mode. Two different states have equal hashes with a probability of 2^-63. Parameters need names that
         are equal in both runs, and shards need a known place in the full tensor. States that the optimizer
-        factors or packs per shard make the hash depend on the topology. From a load to the next step, the hash does not
-        contain the state of the clipping rule.
+        factors or packs per shard make the hash depend on the topology.
 
         Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read.
         """
-        others = {f"clip {name}": value for name, value in self.clip_state.items()}
+        clip = {} if self._clip is None else self._clip.tensors_on(self._device)
+        others = {f"clip {name}": value for name, value in clip.items()}
         if self._scale is not None:
             others["loss scale"] = self._scale
         params = [local_parameter(given.param, self.registry.topology) for given in self._states.given]

@@ -38,6 +38,7 @@ from ...parallel.mesh.text import some
 from ...parallel.mesh.value_checks import check_number, check_scalar, check_text, dict_of, fields, is_whole, list_of
 from ..norm.global_norm import Named, UnitDim
 from ..norm.measure import Level, Norms
+from ..norm.powers import accumulation_dtype
 
 Threshold = float | Callable[[Tensor], Tensor]
 """A threshold for norms of gradients without the loss scale: a number, or a function such as `WarmUp`.
@@ -335,6 +336,14 @@ class ClipState:
         rule = self.rule if rule is None else rule
         with keeps_state_in_place(rule):
             return rule.decide(norms, self.tensors)
+
+    def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the state tensors by name. Create them from loaded or initial values if no step has created them.
+
+        Host synchronization: none.
+        """
+        self._create_tensors(torch.empty((), dtype=accumulation_dtype(device), device=device))
+        return self.tensors
 
     def remember(self, decision: ClipResult, taken: Tensor) -> None:
         """Write the new state of ``decision`` into `tensors` if the step is taken.

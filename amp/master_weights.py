@@ -326,8 +326,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         raise wrong("masters", saved, "a dict")
     if saved is None:
         raise ValueError(
-            "the state has no master weights, so a mode without masters saved it; load it in that mode, or load the "
-            "model's weights, call reload_from_model() and load only the optimizer's own state"
+            "the state has no master weights, so it was saved in a precision mode without them: use that mode; or load the "
+            "model's weights, call reload_from_model(), and load the state into the torch optimizer only"
         )
     if saved.keys() != masters.keys():
         raise ValueError(

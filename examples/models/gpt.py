@@ -36,8 +36,8 @@ class Attention(nn.Module):
         axes = ("tensor", *self.sequence.axes)
         if heads % registry.size(*axes):
             raise ValueError(
-                f"{heads} attention heads don't divide over {' x '.join(axes)}={registry.size(*axes)}; change --heads or "
-                "the size of an axis"
+                f"{heads} attention heads can't be divided evenly among {registry.size(*axes)} ranks ({' x '.join(axes)}); "
+                "change --heads or the size of an axis"
             )
         self.head_width = width // heads
         self.qkv = ColumnParallelLinear(width, 3 * width, registry, bias=False)

@@ -123,7 +123,8 @@ class ExactNorm(GlobalNorm):
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         device = present[0][1].device if present else self._wire if extra is None else extra.device
-        # All gradients are checked, also of shards that another rank measures: a NaN in any replica must make the norm NaN.
+        # All gradients are checked, including replicas that another rank measures, because a NaN in any replica must make
+        # the norm NaN.
         is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
         top = torch.where(is_finite.to(device), 0.0, inf).double()
         batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]

@@ -964,8 +964,8 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        None: no such parameter was found. Writes that change neither the tensor's version counter nor its memory are
-        found, such as in-place writes through ``.data``. Other writes may not be found: the next step then uses the
+        None: no such parameter was found. In-place writes that do not increment the version counter, such as those through
+        ``.data``, are found if the tensor keeps its storage. Other writes may not be found: the next step then uses the
         written values or raises an error.
 
         Host synchronization: a few per tensor that has a copy.

@@ -97,9 +97,9 @@ def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor
         over = [axis for axis in topology.data_axes if axis in entry.spec.named_axes or axis in entry.averaged]
         if entry.trained and over:
             raise ValueError(
-                f"{entry.name} ({entry.spec}) is not replicated over the data axis {over[0]!r}, but sum_order='fixed' sums "
-                "only gradients of replicas over the data axes: leave out sum_order='fixed', or replicate the parameter "
-                "over the data axes"
+                f"{entry.name} ({entry.spec}) names the data axis {over[0]!r}, but sum_order='fixed' supports only "
+                "parameters whose spec names no data axis: leave out sum_order='fixed', or declare the parameter without "
+                "data axes, as a replica"
             )
 
 

@@ -57,7 +57,7 @@ class GradientReport(NamedTuple):
     elsewhere: bool  # a parameter has a `main_grad` that is not None
     unknown: bool  # a backward of the window raised, so it is not known whether it left gradients
     divided_twice: bool  # a pipeline schedule divided gradients twice
-    sums: Sums  # the axes over which DTensor gradients are partial
+    sums: Sums  # per DTensor, the axes over which its gradient is partial but not declared partial
     wrong: str | None  # message of a ValueError that `check_gradients_came` raises
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
     looked: bool = False  # the gradients of an earlier window were checked already

@@ -217,7 +217,7 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
 
 
 def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> list[dict[str, str]]:
-    """Return one dict per rank, from the name of a tied parameter on this rank to its name on the lowest holding rank.
+    """Return one dict per rank, which maps its names of tied parameters to those on the lowest rank that holds them.
 
     A tied parameter may have different names on its stages. Parameters that are tied over the same stages are matched
     as in `ParallelOptimizer`. First, a name that all ranks of these stages have is one parameter; such names are not in

@@ -78,7 +78,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
                 raise ValueError(
                     f"{label(tensor)} is on a device mesh whose dim {name!r} has ranks {ranks}, and no axes of "
                     f"{topology!r} have these ranks; create the topology from all meshes with Topology.of_meshes(...), "
-                    "or the mesh with registry.device_mesh('data')"
+                    "or the mesh from the topology's axes, such as registry.device_mesh('data')"
                 )
             dims[name] = axes
         elif ranks != (expected := topology.peers(mesh.get_rank(), name)):

@@ -744,7 +744,7 @@ class ProcessGroupRegistry:
         if not axes:
             known = self.topology.named()
             raise ValueError(
-                f"no axis is given; name at least one ({known}); group(*registry.topology.axes) has all ranks"
+                f"no axis is given; name at least one ({known}); for all ranks, pass *registry.topology.axes"
             )
         self.topology.expand_aliases(*axes)
 

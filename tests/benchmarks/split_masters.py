@@ -2,8 +2,8 @@
 
     python tests/benchmarks/split_masters.py [--chunk 17]
 
-Takes some minutes on one core. Each row is a kind of master: its count, masters restored bitwise, weights equal to rounding
-to nearest even, weights on the other side of a tie, and kinds of weights.
+Takes some minutes on one core. The table has one row per kind of master. Its columns count: masters; masters restored
+bitwise; weights equal to rounding to nearest even; ties rounded the other way; weights that are NaN, infinite and finite.
 """
 
 from __future__ import annotations

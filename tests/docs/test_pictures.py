@@ -127,7 +127,7 @@ def test_stored_training_curves_of_all_layouts_agree() -> None:
         assert values["norm"] == pytest.approx(dense["norm"], rel=1e-2)
 
 
-def test_digits_table_of_examples_page_matches_end_of_training_curves() -> None:
+def test_train_digits_results_in_examples_readme_match_end_of_stored_curves() -> None:
     """`.ci/run` runs `examples/train_digits.py` for all steps; this test only compares stored figures."""
     page = (ROOT / "examples" / "README.md").read_text()
     rows = re.findall(r"^\| (?:none.*?|`([\w=,]+)`.*?) \| .*? \| ([\d.]+) \| ([\d.]+)% \|", page, re.MULTILINE)

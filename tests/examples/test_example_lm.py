@@ -74,7 +74,7 @@ def test_lm_example_prints_equal_hash_and_losses_on_1_2_4_and_8_data_ranks(
 def too_few_heads() -> None:
     with (
         ProcessGroupRegistry(Topology(cp=2, tensor=1)) as registry,
-        pytest.raises(ValueError, match="3 attention heads don't divide over tensor x cp=2"),
+        pytest.raises(ValueError, match=r"3 attention heads can't be divided evenly among 2 ranks \(tensor x cp\)"),
     ):
         example("models.gpt").GPT(registry, 30, 3, 1)
 

@@ -138,7 +138,8 @@ class DenseRun:
     """A training run of the full model.
 
     Attributes:
-        absolute_norms: For each step so far, the norm of the means of the absolute values of the gradient terms.
+        absolute_norms: For each step so far, the gradient norm that results if the contribution of each rank and
+            micro-batch is replaced by its absolute value. Tolerances are relative to it.
     """
 
     def __init__(self, case: Case) -> None:

@@ -113,9 +113,11 @@ RULES = st.one_of(
 
 
 def steps_as_the_reference(case: Case, factor: float) -> None:
-    """Assert that a step matches the reference to two units in the last place of the largest operand, since an
-    update that nearly cancels loses digits. Half-precision copies must equal torch's rounding of the parameters,
-    and gradients must not change."""
+    """Assert that a step matches the reference to 2 float32 epsilons times the sum of the absolute values of its terms.
+
+    An update that nearly cancels loses digits. Half-precision copies must equal torch's rounding of the parameters, step
+    counts must be those of the reference, and gradients must not change.
+    """
     rule, expected, before, grads = case.rule, case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
     states_before = deepcopy(case.states)
     steps = [float(step) for step in case.steps]

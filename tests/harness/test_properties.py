@@ -103,7 +103,7 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_sample_picks_one_parametrized_case_per_test_from_second_half() -> None:
+def test_sample_picks_one_case_of_each_test_from_second_half_of_its_cases() -> None:
     tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
     pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
     every = [*(case for cases in tests for case in cases), *pair, alone]

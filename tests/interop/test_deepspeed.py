@@ -241,7 +241,9 @@ def test_deepspeed_norm_with_model_parallel_flags_is_exact_and_parallel_optimize
 
 
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
-def test_equal_flags_on_all_ranks_make_deepspeed_norm_wrong_only_on_2d_mesh(world: World, axes: Axes) -> None:
+def test_equal_model_parallel_flags_on_all_ranks_make_deepspeed_norm_wrong_only_for_2d_tensor_parallelism(
+    world: World, axes: Axes
+) -> None:
     engine = world.run(4, by_engine, Setting(axes, 0), False)[0]
     off = engine.norms[0] / engine.expected[0] - 1
     assert abs(off) < 1e-6 if axes == ONE else off > 1e-3

@@ -1,4 +1,5 @@
-"""GPTModel of Megatron-core, declared by its flags, trains like a dense float64 model and as with Megatron's optimizer."""
+"""Megatron-core's GPTModel, with layouts from the flags of its parameters (`declare_by_flags`), trains like a dense
+float64 model, and like the same model under Megatron's optimizer."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ def test_fixed_order_rejects_parameter_sharded_over_data_ranks(world: World) -> 
 def error_of_sharded_parameter() -> bool:
     model = nn.Linear(3, 2)
     declare(model, {"*": P("data")})
-    with pytest.raises(ValueError, match="is not replicated over the data axis 'data'"):
+    with pytest.raises(ValueError, match="names the data axis 'data', but sum_order='fixed' supports only"):
         ParallelOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             ProcessGroupRegistry(Topology(data=2)),

@@ -181,7 +181,7 @@ def launched(ended: dict[str, Ended]) -> list[Outcomes]:
     return [found[str(rank)] for rank in range(LAUNCHED)]
 
 
-def test_rank_pool_runs_user_tests_with_expected_outcomes(ended: dict[str, Ended]) -> None:
+def test_tests_with_ranks_fixture_pass_fail_or_skip_as_planned_in_pool_of_workers(ended: dict[str, Ended]) -> None:
     found, printed = ended["pool"]
     assert [*found] == ["pool"], printed
     for name, (outcome, text) in found["pool"].items():

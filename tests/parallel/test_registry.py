@@ -330,7 +330,10 @@ def bad_requests() -> None:
             (lambda: registry.size("row"), "unknown axis 'row'"),
             (lambda: registry.rank("data", "data"), "twice"),
             (lambda: registry.rank("dat"), "did you mean 'data'"),
-            (lambda: registry.group(), r"no axis is given; name at least one.*group\(\*registry.topology.axes\)"),
+            (
+                lambda: registry.group(),
+                r"no axis is given; name at least one.*for all ranks, pass \*registry.topology.axes",
+            ),
             (lambda: registry.size(), "no axis is given; name at least one"),
             (lambda: registry.rank(), "no axis is given; name at least one"),
             (lambda: registry.ranks(), "no axis is given; name at least one"),

@@ -165,7 +165,9 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_int_list_and_per_row_states_are_restored_only_on_same_layout(world: World, tmp_path: Path) -> None:
+def test_int_list_and_per_row_states_are_restored_on_same_layout_and_rejected_on_fewer_ranks(
+    world: World, tmp_path: Path
+) -> None:
     one = world.run(1, save_odd, tmp_path / "one", ONE)[0]
     assert set(one[0]) == {"momentum_buffer", "calls", "rows", "history"}
     assert same(load_odd(tmp_path / "one", ONE), one)

@@ -26,7 +26,7 @@ def test_clip_grad_norm_matches_dense_on_random_meshes(world: World, drawn: list
 
 
 def problems_of_meshes(world: World, drawn: Sequence[MeshCase]) -> list[list[str]]:
-    """Clip all cases, and return the differences from the dense norm and the dense clipped gradients per case."""
+    """Clip the gradients of each case on its ranks. Return, per case, a text for each norm or gradient that is wrong."""
     wanted = [dense_norm(case) for case in drawn]
     calls = [(case.world, (case, case.factor * norm or 1.0)) for case, norm in zip(drawn, wanted, strict=True)]
     found = []

@@ -115,7 +115,9 @@ def groups_together(rules: list[Rule], factor: float) -> None:
     [SGD(0.1), SGD(0.2, momentum=0.9), SGD(0.3, momentum=0.5, nesterov=True), SGD(0.4, weight_decay=0.1)],
     [Adagrad(0.1), Adagrad(0.2, lr_decay=0.3), Adagrad(0.3, eps=1e-3), Adagrad(0.4)],
 ], ids=["Adam", "SGD", "Adagrad"])  # fmt: skip
-def test_param_groups_in_one_launch_use_their_own_hyper_parameters(interpreted: Interpreted, rules: list[Rule]) -> None:
+def test_param_groups_updated_in_one_call_use_their_own_hyper_parameters(
+    interpreted: Interpreted, rules: list[Rule]
+) -> None:
     interpreted(groups_together, rules, 0.37)
 
 

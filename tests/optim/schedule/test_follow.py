@@ -31,7 +31,7 @@ class Training:
         self.schedule = LinearWarmupLR(self.optimizer, 10, hold_on_skip=hold_on_skip)
 
     def step(self, gradient: float = 1.0) -> float:
-        """Run one micro-batch and return the change of the weight."""
+        """Run one micro-batch and return by how much it lowered the weight's first element."""
         before = self.weight.detach().clone()
         self.optimizer.backward((self.weight * gradient).sum())
         self.optimizer.step()

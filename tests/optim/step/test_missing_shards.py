@@ -18,7 +18,8 @@ from world import World
 
 EXPERTS, WIDTH = 4, 3
 # The experts that get tokens in each step. No expert gets tokens in the fourth step, except if gradients are averaged
-# over data ranks: there a tensor without gradient on any rank gets zeros, as with DistributedDataParallel.
+# over data ranks. In that case a tensor that has a gradient on no rank gets zeros, as with DistributedDataParallel, so
+# expert 1 gets tokens in the fourth step.
 TOKENS: Sequence[tuple[int, ...]] = ((0, 1, 2, 3), (0,), (3, 2), (), (1,), (0, 3), (2,))
 AVERAGED_TOKENS = tuple(tokens or (1,) for tokens in TOKENS)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -115,7 +115,7 @@ def without_wrapper() -> str:
         return str(caught.value)
 
 
-def test_error_for_unwrapped_optimizer_on_shards_suggests_whole(world: World) -> None:
+def test_error_for_unwrapped_optimizer_on_shards_suggests_wrapping_it_by_whole(world: World) -> None:
     for text in world.run(2, without_wrapper):
         assert "meshstep.optim.whole.whole(optimizer)" in text
 

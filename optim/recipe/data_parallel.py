@@ -274,15 +274,15 @@ def _check_same_tensors(found: Mapping[tuple[int, ...], Mapping[str, Tensor]], r
     ):
         return
     by_rank = gather_objects(described, registry)
-    for rank, report in enumerate(by_rank):
-        for ranks, own in report.items():
-            for mine, other in zip_longest(own, by_rank[ranks[0]].get(ranks, []), fillvalue="no such tensor"):
-                if mine != other:
-                    raise ValueError(
-                        f"broadcast_weights: ranks {ranks[0]} and {rank} have different tensors, first [{other}] and "
-                        f"[{mine}]: build the same model on all data ranks"
-                    )
-    raise ValueError("broadcast_weights: data ranks have different tensors: build the same model on all data ranks")
+    for ranks in dict.fromkeys(ranks for report in by_rank for ranks in report):
+        first, *others = ranks
+        for rank in others:
+            pairs = zip_longest(by_rank[first].get(ranks, []), by_rank[rank].get(ranks, []), fillvalue="no such tensor")
+            if different := next((pair for pair in pairs if pair[0] != pair[1]), None):
+                raise ValueError(
+                    f"broadcast_weights: ranks {first} and {rank} have different tensors, first [{different[0]}] and "
+                    f"[{different[1]}]: build the same model on all data ranks"
+                )
 
 
 # `align_replicas` is for replicas that have diverged.

@@ -203,11 +203,9 @@ class GradientCompletion:
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
         seen = seen._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
-        leaves = [row.leaf for row in self.table]
         found = None
         if seen.wrong is None:
-            entries = [row.model_entry for row in self.table]  # with `Sharded`, ``row.entry`` describes a shard
-            found = find_misplaced_ddp(leaves, entries, self.chain.registry)
+            found = find_misplaced_ddp(params, self.table.model_plan.entries, self.chain.registry)
         if found is None:
             return seen
         name, ranks = found

@@ -6,6 +6,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
 import torch.distributed as dist
@@ -453,6 +454,7 @@ def find_misplaced_ddp(
         distinct = entry.spec.distinct_axes(topology)
         if topology.size(*distinct) > 1:
             sharded[id(param)] = entry.name, tuple(axis for axis in topology.data_axes if axis not in distinct)
+    replicas = cache(lambda axes: {*topology.peers(registry.global_rank, *axes)})
     classes = _with_subclasses(DistributedDataParallel)
     # There can be millions of objects, and a lookup in a set of classes is faster than isinstance.
     objects: list[object] = gc.get_objects() if sharded else []
@@ -471,7 +473,7 @@ def find_misplaced_ddp(
                 if id(param) not in sharded or f"{path}.{attribute}" in ignored:
                     continue
                 name, replicated = sharded[id(param)]
-                if not {*ranks} <= {*topology.peers(registry.global_rank, *replicated)}:
+                if not {*ranks} <= replicas(replicated):
                     return name, sorted(ranks)
     return None
 

@@ -313,7 +313,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         self._is_stepping = True
         try:
             slots = self._slots(getattr(self, "grad_scale", None))
-            kept = [_Kept(slot, self.skip_of.get(slot.param)) for slot in slots if self._may_lack_gradient(slot.param)]
+            # Of these, no rank has a gradient of the full tensor, or only the device knows whether one has.
+            idle = [slot for slot in slots if slot.param.grad is None or slot.param in self.skip_of]
+            kept = [_Kept(slot, self.skip_of.get(slot.param)) for slot in idle]
             for slot, param, state in self.updates(slots):
                 self.write(slot.param, param)
                 for key, value in state.items():
@@ -423,10 +425,6 @@ class WholeOptimizer(torch.optim.Optimizer):
             else:
                 for slot in of_kind:
                     self.write(slot.state["step"], slot.step.to(dtype))
-
-    def _may_lack_gradient(self, param: Tensor) -> bool:
-        """Return True if no rank has a gradient of the full tensor, or if only a flag on the device shows this."""
-        return param.grad is None or param in self.skip_of
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None

@@ -238,7 +238,7 @@ def test_mismatched_master_state_raises_and_changes_nothing() -> None:
     masters = MasterWeights(optimizer)
     before = tensors_of(model, optimizer)
     good = {position: torch.zeros_like(master) for position, master in masters.state_dict()["masters"].items()}
-    without_masters = r"no master weights, so a mode without masters saved it.*reload_from_model\(\)"
+    without_masters = r"no master weights, so it was saved in a precision mode without them.*reload_from_model\(\)"
     with pytest.raises(ValueError, match=without_masters):
         masters.load_state_dict({"state": {}})
     with pytest.raises(ValueError, match=r"the state has 5 masters, at positions 0, 1, 2, 3, 4, but .* has 6"):

@@ -539,7 +539,7 @@ def unscale_wrong(folder: Path) -> tuple[str, bool]:
         return error, not torch.equal(before, script.model.weight)
 
 
-def test_grad_scaler_with_wrong_optimizer_on_one_rank_raises_there_and_skips_elsewhere(
+def test_grad_scaler_with_wrong_optimizer_on_one_rank_raises_there_and_skips_step_elsewhere(
     world: World, tmp_path: Path
 ) -> None:
     first, second = world.run(2, unscale_wrong, tmp_path)

@@ -132,7 +132,7 @@ def test_not_captured_returns_no_reasons_for_capturable_step() -> None:
     assert run.optimizer.not_captured() == []
 
 
-def test_capture_error_lists_all_reasons() -> None:
+def test_capture_error_lists_both_of_two_reasons() -> None:
     run = run_of(states=Offloaded(1.0), on_nonfinite="raise")
     with capturing(), pytest.raises(RuntimeError, match=r"on_nonfinite='raise'.*; Offloaded waits"):
         run.optimizer.step()

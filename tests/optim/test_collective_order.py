@@ -152,7 +152,7 @@ def test_reductions_over_one_group_finish_before_next_group_starts() -> None:
         ((("whole", 4), ("whole", 4), ("split", 7)), {"whole", "split"}),
     ],
 )
-def test_buckets_that_differ_between_ranks_of_a_stage_are_reduced_after_backward(
+def test_uneven_kinds_finds_bucket_kinds_that_differ_between_ranks_of_a_stage(
     others: Sizes, expected: set[str]
 ) -> None:
     ones: Sizes = (("whole", 4), ("split", 8))

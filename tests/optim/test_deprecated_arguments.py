@@ -127,7 +127,7 @@ def test_deprecated_measure_and_reduce_warn_once_each() -> None:
     ],
     ids=["norm_type", "per_parameter", "compression", "unknown name", "no Measure"],
 )
-def test_value_given_as_deprecated_and_new_argument_raises(options: dict[str, Any], said: str) -> None:
+def test_conflicting_or_invalid_deprecated_arguments_raise(options: dict[str, Any], said: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(TypeError, match=re.escape(said)):
@@ -222,7 +222,7 @@ class Counting(StatePlacement):
         return self.made
 
 
-def test_transform_whose_step_gets_the_update_only_warns_and_works() -> None:
+def test_transform_step_with_deprecated_signature_warns_and_is_called() -> None:
     model, counting = nn.Linear(2, 1, bias=False), Counting()
     nn.init.ones_(model.weight)
     declare(model, {"*": P()})

@@ -203,10 +203,12 @@ def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
 @pytest.mark.parametrize(
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
-def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
+def test_step_on_single_cuda_device_synchronizes_only_for_offload_or_weight_comparison(
+    placed: str, mode: str, rule: str
+) -> None:
     """A single rank needs no collectives, so the device of its registry may be the CPU.
 
-    Exceptions: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`). A
+    Allowed: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`). A
     captured step must not copy to or from the host either.
     """
     graph = (placed, mode, rule) in CAPTURED
@@ -221,10 +223,10 @@ def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, m
 
 @pytest.mark.default_cases(40)
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
-def test_step_on_four_cuda_ranks_needs_no_host_synchronization_after_first_step(
+def test_later_steps_on_four_cuda_ranks_synchronize_only_for_offload_or_weight_comparison(
     placed: str, mode: str, rule: str
 ) -> None:
-    """Exceptions: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`).
+    """Allowed: the waits of `Offloaded`, and the comparison of weights in the second step (`without_comparison`).
 
     A captured step must not copy to or from the host either.
     """
@@ -236,7 +238,7 @@ def test_step_on_four_cuda_ranks_needs_no_host_synchronization_after_first_step(
 
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize(("mode", "rule"), list(product(MODES, RULES)))
-def test_step_with_dtensors_on_cuda_needs_no_host_synchronization_after_first_step(mode: str, rule: str) -> None:
+def test_later_steps_with_dtensors_on_cuda_synchronize_only_for_weight_comparison(mode: str, rule: str) -> None:
     logs = steps(Topology(data=2, tensor=2), mode, RULES[rule], dtensors=True)
     assert logs[-1].launches
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
@@ -531,7 +533,7 @@ def test_replica_check_in_every_step_synchronizes_with_host_once(monkeypatch: py
     assert set(looked_at) == {"cpu"}
 
 
-def test_hashes_of_tensors_on_other_device_are_copied_together() -> None:
+def test_replica_check_copies_hashes_of_cpu_tensors_to_gpu_together() -> None:
     with fake_cuda(collectives_on=CPU) as logging:
         on_cpu, on_gpu = ([torch.ones(5, device=device) for _ in range(10)] for device in (CPU, CUDA))
         entries = [ParameterEntry(f"weight {index}", P(), (5,)) for index in range(20)]
@@ -594,7 +596,7 @@ WAITING: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("how", WAITING)
-def test_fake_cuda_log_contains_waits_for_each_synchronizing_operation(how: str) -> None:
+def test_fake_cuda_log_contains_waits_for_synchronizing_operations(how: str) -> None:
     with fake_cuda() as logging:
         tensor = torch.ones(2, device="cuda")
         with logging() as log, suppress(RuntimeError):  # fake tensors have no values

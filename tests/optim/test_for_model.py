@@ -136,9 +136,7 @@ def weighted_error(names: tuple[str, ...] | None, role: str | None) -> tuple[flo
 
 
 @pytest.mark.parametrize("names", [("x",), None], ids=["unknown name", "no name"])
-def test_mesh_dims_of_fully_shard_are_data_axes_whatever_their_names(
-    world: World, names: tuple[str, ...] | None
-) -> None:
+def test_unnamed_or_unknown_mesh_dim_of_fully_shard_is_data_axis(world: World, names: tuple[str, ...] | None) -> None:
     for error, topology in world.run(2, weighted_error, names, None):
         assert error < 1e-12
         assert "'data'" in topology

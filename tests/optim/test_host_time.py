@@ -91,7 +91,7 @@ def made(count: int) -> int:
         return calls_of(lambda: ParallelOptimizer(adamw, registry, max_norm=1.0))
 
 
-def test_constructing_optimizer_is_linear_in_number_of_parameters() -> None:
+def test_python_calls_of_construction_grow_linearly_with_parameters() -> None:
     once, twice = made(200) - made(100), made(400) - made(200)
     assert twice < 2.05 * once
     assert once / 100 < 345

@@ -79,7 +79,9 @@ def test_step_of_thousand_parameters_launches_no_more_kernels_than_torch() -> No
     ],
     ids=["p = inf", "per parameter", "by value"],
 )
-def test_number_of_kernel_launches_is_independent_of_parameter_count(options: dict[str, Any]) -> None:
+def test_launches_for_inf_norm_clip_value_and_parameter_norms_are_independent_of_parameter_count(
+    options: dict[str, Any],
+) -> None:
     assert ours(4, **options).launches == ours(100, **options).launches
 
 

@@ -34,7 +34,7 @@ def loss_of(model: nn.Sequential) -> Tensor:
     return loss
 
 
-def test_model_param_groups_contain_model_parameters_with_masters() -> None:
+def test_model_param_groups_contain_model_parameters_instead_of_masters() -> None:
     model = model_of(torch.bfloat16)
     optimizer = optimizer_of(model, precision="bf16")
     given = [param for group in optimizer.model_param_groups for param in group]

@@ -460,7 +460,7 @@ def test_simulation_finds_planted_synchronization_defect_of_host_decision(
     assert len(findings()) == 2
 
 
-def test_host_decision_returns_the_values_of_the_device_and_no_factor_without_one() -> None:
+def test_host_decision_returns_device_values_and_none_for_missing_factor() -> None:
     with simulated_cuda():
         skip = torch.ones((), device=SECOND)
         found, factor = HostDecision(skip, None).wait()

@@ -66,7 +66,7 @@ def test_tree_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
     assert float(kept[1]) == 1.0
 
 
-def test_partial_sums_per_rank_grow_with_the_logarithm_of_micro_batches() -> None:
+def test_rank_keeps_one_partial_sum_of_8_micro_batches_and_at_most_9_of_100() -> None:
     assert max(len(nodes_of(range(8 * rank, 8 * rank + 8))) for rank in range(4)) == 1
     assert max(len(nodes_of(range(100 * rank, 100 * rank + 100))) for rank in range(8)) <= 9
 
@@ -239,7 +239,7 @@ def test_exact_norm_without_any_gradient_is_zero() -> None:
         (Sharded("data", gradients=True), {"all_to_all_single": 1}, {"all_gather_single": 1}),
     ],
 )
-def test_fixed_order_with_sharded_states_all_gathers_weights_instead_of_gradients(
+def test_fixed_order_exchanges_and_all_gathers_once_per_step_with_and_without_zero(
     world: World, states: Any, in_backward: dict[str, int], in_step: dict[str, int]
 ) -> None:
     """The other collectives of a step are those of the norm, which do not depend on the placement."""
@@ -450,7 +450,7 @@ def error_of_one_stage() -> bool:
 
 
 @pytest.mark.parametrize("order", ["any", "fixed"])
-def test_gradients_keep_the_dtype_of_half_precision_parameters(order: Any) -> None:
+def test_gradients_with_main_grads_false_keep_dtype_of_bfloat16_parameters(order: Any) -> None:
     """Fixed-order sums are float32, but a bfloat16 parameter without float32 gradients accepts a bfloat16 gradient only."""
     precision = Bf16(main_grads=False)
     model = nn.Linear(3, 2)

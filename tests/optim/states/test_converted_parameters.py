@@ -83,7 +83,7 @@ def test_step_after_move_to_other_device_raises_and_names_devices() -> None:
 
 
 @pytest.mark.parametrize("index", range(6))
-def test_moved_parameter_is_detected_within_as_many_steps_as_parameters(index: int) -> None:
+def test_moved_parameter_raises_within_as_many_steps_as_there_are_parameters(index: int) -> None:
     """Each step checks the first and the last parameter, and another parameter in turn."""
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))

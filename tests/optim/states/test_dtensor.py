@@ -46,7 +46,9 @@ def measured(norm_type: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
-def test_norm_and_clipping_of_mixed_dtensor_and_plain_parameters_match_dense(world: World, norm_type: float) -> None:
+def test_norm_and_clipping_of_mixed_dtensor_and_plain_parameters_match_dense_model(
+    world: World, norm_type: float
+) -> None:
     for results in world.run(4, measured, norm_type):
         for found, expected in results:
             assert found == pytest.approx(expected, rel=2e-6)
@@ -106,7 +108,7 @@ def stepped_by_a_trainer() -> float:
         return float(optimizer.optimizer.state[stepped]["step"]) - before
 
 
-def test_zero_gradient_set_by_other_code_on_stepped_tensor_is_stepped(world: World) -> None:
+def test_zero_gradient_set_on_stepped_tensor_increments_its_step_count(world: World) -> None:
     assert world.run(2, stepped_by_a_trainer) == [1.0, 1.0]
 
 

@@ -260,7 +260,7 @@ def test_missing_specs_unequal_replicas_and_unsupported_gradients_are_rejected(
         assert found.endswith(f"weights {weight}")
 
 
-def test_dtensor_gradient_that_becomes_partial_raises_on_its_ranks_and_skips_elsewhere(world: World) -> None:
+def test_dtensor_gradient_becoming_partial_raises_on_its_ranks_and_skips_step_elsewhere(world: World) -> None:
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:

@@ -95,7 +95,9 @@ def initialised(kind: str, precision: Mode) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [FSDP, ZERO, SPLIT, REPLICAS])
-def test_step_with_zero_gradients_creates_states_for_loading(world: World, kind: str, precision: Mode) -> None:
+def test_states_created_by_step_with_zero_gradients_can_be_filled_and_loaded(
+    world: World, kind: str, precision: Mode
+) -> None:
     world.run(2, initialised, kind, precision)
 
 
@@ -147,7 +149,7 @@ def load_state_of_rank_0(kind: str, through_a_file: bool) -> str:
 
 @pytest.mark.parametrize("through_a_file", [False, True])
 @pytest.mark.parametrize(("kind", "axis"), [(FSDP, "data"), (ZERO, "data"), (SPLIT, "tensor")])
-def test_loading_state_of_another_rank_is_rejected_on_all_ranks(
+def test_loading_sharded_state_of_another_rank_is_rejected_on_all_ranks(
     world: World, kind: str, axis: str, through_a_file: bool
 ) -> None:
     for text in world.run(2, load_state_of_rank_0, kind, through_a_file):
@@ -155,7 +157,7 @@ def test_loading_state_of_another_rank_is_rejected_on_all_ranks(
         assert "save_checkpoint" in text
 
 
-def test_replica_can_load_state_of_any_replica(world: World) -> None:
+def test_replica_can_load_state_of_another_replica(world: World) -> None:
     assert world.run(2, load_state_of_rank_0, REPLICAS, True) == ["", ""]
 
 
@@ -212,9 +214,7 @@ def asked_by_torch(kind: str, precision: Mode) -> str:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(FSDP, "fp32"), (ZERO, "fp32"), (SPLIT, "fp32"), (REPLICAS, "bf16")])
-def test_torch_state_dict_functions_are_rejected_for_sharded_or_master_weights(
-    world: World, kind: str, precision: Mode
-) -> None:
+def test_get_optimizer_state_dict_rejects_sharding_and_master_weights(world: World, kind: str, precision: Mode) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
         assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
@@ -223,7 +223,7 @@ def test_get_optimizer_state_dict_accepts_replicas_without_master_weights(world:
     assert world.run(2, asked_by_torch, REPLICAS, "fp32") == ["", ""]
 
 
-def test_torch_state_dict_functions_before_first_step_are_rejected() -> None:
+def test_get_optimizer_state_dict_before_first_step_requires_torch_states() -> None:
     model = nn.Linear(3, 2)
     registry = ProcessGroupRegistry(Topology())
     optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry, accumulation_steps=2)

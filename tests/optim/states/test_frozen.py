@@ -34,7 +34,7 @@ def thaw(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", EVERYWHERE, ids=str)
-def test_unfreezing_parameter_after_optimizer_was_made_raises(world: World, options: dict[str, Any]) -> None:
+def test_step_after_unfreezing_a_parameter_raises(world: World, options: dict[str, Any]) -> None:
     for text in world.run(2, thaw, options):
         assert "b was frozen when the optimizer was made" in text
         assert "optimizer.refresh()" in text
@@ -59,7 +59,9 @@ def freeze(options: dict[str, Any], precision: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", EVERYWHERE, ids=str)
-def test_parameter_frozen_later_stays_unchanged(world: World, options: dict[str, Any], precision: str) -> None:
+def test_parameter_frozen_after_first_step_stays_unchanged(
+    world: World, options: dict[str, Any], precision: str
+) -> None:
     assert world.run(2, freeze, options, precision) == [(False, True)] * 2
 
 

@@ -75,7 +75,7 @@ def added_bytes_once(how: str, mode: str, frozen: bool, declared: bool) -> tuple
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_optimizer_memory_does_not_grow_with_size_of_frozen_base(
+def test_optimizer_needs_no_states_and_few_bytes_for_frozen_base_model(
     world: World, how: str, mode: str, declared: bool
 ) -> None:
     if how == "replayable" and mode == "split":
@@ -87,7 +87,7 @@ def test_optimizer_memory_does_not_grow_with_size_of_frozen_base(
 
 
 def test_byte_count_includes_states_and_gradients_of_trained_base(world: World) -> None:
-    """Negative control of `test_optimizer_memory_does_not_grow_with_size_of_frozen_base`."""
+    """Negative control of `test_optimizer_needs_no_states_and_few_bytes_for_frozen_base_model`."""
     (nbytes, states), *_ = world.run(4, added_bytes, "whole", "fp32", False, True)
     assert states == LAYERS
     assert nbytes > 12 * LAYERS * NUMEL  # two moments and the gradient

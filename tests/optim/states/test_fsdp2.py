@@ -143,7 +143,7 @@ def forgotten() -> str:
         return "no error"
 
 
-def test_declarations_lost_by_fully_shard_raise(world: World) -> None:
+def test_optimizer_raises_if_fully_shard_removed_declared_specs(world: World) -> None:
     for found in world.run(4, forgotten):
         assert "no spec for parameter 0 of group 0" in found
         assert "declare again after them" in found

@@ -101,7 +101,7 @@ def test_step_with_main_grads_false_is_bitwise_identical_to_main_grads_true(
         ({"overlap": True}, "overlap=True"),
     ],
 )
-def test_main_grads_false_with_accumulation_sharded_offloaded_or_overlap_is_rejected(
+def test_main_grads_false_rejects_accumulation_overlap_and_sharded_or_offloaded_states(
     options: dict[str, Any], said: str
 ) -> None:
     with ProcessGroupRegistry(Topology(data=1, tensor=1)) as registry:

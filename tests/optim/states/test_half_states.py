@@ -176,14 +176,14 @@ def test_skipped_step_with_half_states_changes_nothing(world: World, name: str, 
     assert all(world.run(LAYOUTS[layout].topology.world_size, skipped, layout, states, precision, first))
 
 
-def test_half_states_are_bitwise_independent_of_bucket_size() -> None:
+def test_loss_with_half_states_is_independent_of_bucket_size() -> None:
     one, _ = wave((HalfStates(),), 20)
     with mock.patch.object(half_states, "BUCKET_NUMEL", 40):
         assert wave((HalfStates(),), 20)[0] == one
     assert wave((HalfStates(seed=1),), 20)[0] != one
 
 
-def test_step_count_in_param_group_is_independent_of_bucket_count() -> None:
+def test_count_in_param_group_advances_once_per_step_with_several_buckets() -> None:
     with ProcessGroupRegistry(Topology()) as registry, mock.patch.object(half_states, "BUCKET_NUMEL", 3):
         model = nn.Linear(4, 2)
         optimizer = ParallelOptimizer(Counting(model.named_parameters()), registry, states=HalfStates())
@@ -266,7 +266,7 @@ def test_checkpoints_of_float32_and_half_states_load_into_each_other(world: Worl
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:
+def test_half_states_reject_float16_and_stochastic_rounding_mode() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         with pytest.raises(ValueError, match=r"give torch\.bfloat16"):
             make(registry, "one rank", (HalfStates(torch.float16),))
@@ -275,7 +275,7 @@ def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "ASGD", "NAdam", "Adamax", "Adafactor"])
-def test_half_states_of_other_torch_optimizers_stay_close_to_float32(kind: str) -> None:
+def test_steps_of_torch_optimizers_with_half_states_are_close_to_float32_states(kind: str) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         results = []
         for states in ((), (HalfStates(),)):
@@ -296,7 +296,9 @@ def test_half_states_of_other_torch_optimizers_stay_close_to_float32(kind: str) 
     ("precision", "dtype"),
     [("fp32", torch.bfloat16), ("fp32", torch.float64), (Bf16(split_masters=True), torch.float64)],
 )
-def test_half_states_keep_states_of_other_dtypes_unchanged(precision: Mode | Precision, dtype: torch.dtype) -> None:
+def test_half_states_leave_bfloat16_and_float64_states_unchanged(
+    precision: Mode | Precision, dtype: torch.dtype
+) -> None:
     results = []
     with ProcessGroupRegistry(Topology()) as registry:
         for states in ((), (HalfStates(),)):

@@ -121,7 +121,9 @@ def all_trained(way: str, states: str, kernels: Kernels) -> dict[tuple[str, str]
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("way", ["owned", "stage", "short"])
-def test_training_with_a_rank_without_parameters_matches_single_process(world: World, way: str, states: str) -> None:
+def test_training_with_a_rank_without_parameters_or_shards_matches_single_process(
+    world: World, way: str, states: str
+) -> None:
     for kernels in ("auto", "torch"):
         wanted = all_trained("dense", states, kernels)
         for rank, found in enumerate(world.run(2, all_trained, way, states, kernels)):

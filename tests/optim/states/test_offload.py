@@ -250,7 +250,7 @@ def test_overflow_with_offload_keeps_weights_masters_and_states() -> None:
     assert_same([value for state in optimizer.state.values() for value in state.values()], states)
 
 
-def test_offloaded_step_uses_weights_written_elsewhere_in_fp32_and_raises_in_bf16() -> None:
+def test_offloaded_step_uses_weights_of_other_code_in_fp32_and_raises_in_bf16() -> None:
     found = []
     for offload in (None, 1.0):
         model, optimizer = build("fp32", offload=offload)
@@ -328,7 +328,7 @@ def test_offload_with_float32_gradients_of_megatron_matches_plain_steps(mode: st
     [(Bf16(), {"states": Offloaded()}), (Bf16(split_masters=True), {})],
     ids=["offloaded masters", "split masters"],
 )
-def test_half_precision_gradients_of_megatron_ddp_raise_error_with_needed_option(
+def test_offloaded_or_split_masters_reject_half_precision_gradients_of_megatron_ddp(
     precision: Precision, options: dict[str, Any]
 ) -> None:
     build_in_megatron_ddp(precision, **options)

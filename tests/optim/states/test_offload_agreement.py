@@ -53,7 +53,7 @@ def choice(case: Case) -> Report:
 
 
 @random_cases(st.integers(0, 2**32 - 1).map(offload_case), 150)
-def test_ranks_offload_the_same_replicas_and_at_least_the_fraction(world: World, drawn: list[Case]) -> None:
+def test_ranks_offload_the_same_replicas_and_at_least_the_given_fraction(world: World, drawn: list[Case]) -> None:
     by_case = world.run_each(choice, [(case.setting.at.topology.world_size, (case,)) for case in drawn])
     for case, reports in zip(drawn, by_case, strict=True):
         problems = [problem for report in reports for problem in report.problems]

@@ -1,4 +1,4 @@
-"""Optimizers that need full tensors are rejected on sharded parameters; elementwise optimizers are accepted."""
+"""Optimizers are accepted on sharded parameters only if they are known, or declared by the user, to be elementwise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def made(kind: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
-def test_optimizers_that_need_full_tensors_are_rejected_on_shards(world: World, where: str) -> None:
+def test_optimizers_not_known_to_be_elementwise_are_rejected_on_shards(world: World, where: str) -> None:
     for kind, texts in zip(WHOLE, world.run_each(made, [(2, (kind, where)) for kind in WHOLE]), strict=True):
         for text in texts:
             assert "optimizer.elementwise = True" in text, kind
@@ -114,7 +114,7 @@ def test_optimizers_with_quantized_states_are_rejected_on_shards(world: World, w
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
-def test_elementwise_optimizers_are_accepted_on_shards(world: World, where: str) -> None:
+def test_optimizers_known_or_declared_elementwise_are_accepted_on_shards(world: World, where: str) -> None:
     found = world.run_each(made, [(2, (kind, where)) for kind in PIECES])
     assert dict(zip(PIECES, found, strict=True)) == {kind: ["", ""] for kind in PIECES}
 
@@ -136,7 +136,7 @@ def test_optimizers_without_global_estimate_are_accepted_on_full_tensors(world: 
         ("replicas", ""),
     ],
 )
-def test_optimizer_with_global_estimate_requires_all_parameters(world: World, where: str, says: str) -> None:
+def test_prodigy_is_accepted_only_if_it_steps_all_parameters_together(world: World, where: str, says: str) -> None:
     for text in world.run(2, made, "Prodigy", where):
         assert text.startswith(says)
         assert bool(text) == bool(says)
@@ -188,7 +188,7 @@ def apart(world: World, kind: type[SignDescent]) -> float:
     return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)
 
 
-def test_shards_give_dense_result_only_for_elementwise_optimizer(world: World) -> None:
+def test_shards_match_dense_steps_of_sign_descent_but_not_of_trust_ratio(world: World) -> None:
     """An optimizer that uses norms of its tensors gives other results on shards, so such optimizers are rejected."""
     assert apart(world, SignDescent) < 1e-6
     assert apart(world, TrustRatio) > 1e-3

@@ -102,7 +102,7 @@ def written_before(case: str, step: int, ranks: tuple[int, ...], steps: int) -> 
 
 
 @pytest.mark.parametrize("case", WITH_COPIES)
-def test_weights_written_after_first_step_raise_in_second_step_on_every_rank(world: World, case: str) -> None:
+def test_overwritten_weights_with_optimizer_copy_raise_in_second_step_on_every_rank(world: World, case: str) -> None:
     for ((index, error),), kept in world.run(2, written_before, case, 2, (0, 1), 3):
         assert index == 2
         assert kept
@@ -111,7 +111,7 @@ def test_weights_written_after_first_step_raise_in_second_step_on_every_rank(wor
 
 
 @pytest.mark.parametrize("case", ["bf16", "offloaded"])
-def test_write_on_one_rank_raises_on_every_rank_and_names_the_rank(world: World, case: str) -> None:
+def test_weights_overwritten_on_one_rank_raise_error_naming_that_rank_on_every_rank(world: World, case: str) -> None:
     for ((index, error),), kept in world.run(2, written_before, case, 2, (1,), 2):
         assert index == 2
         assert kept

@@ -30,7 +30,7 @@ def test_parallelize_module_matches_dense_model(world: World, axes: Axes, functi
         {"check_replicas": True, "per_parameter_norms": True, "reduction": "per_group"},
     ],
 )
-def test_parallelize_module_with_zero_offload_or_other_options_matches_dense_model(
+def test_parallelize_module_with_zero_offload_or_replica_check_matches_dense_model(
     world: World, options: dict[str, Any]
 ) -> None:
     for found in world.run(4, train_block, GRID, False, options):

@@ -115,7 +115,7 @@ def test_coverage_check_detects_wrong_region_of_stepped_tensor(world: World) -> 
         assert_tiled(by_rank, PLACED["ZeRO-1"])
 
 
-def test_zero1_rank_of_two_steps_about_half_of_all_elements(world: World) -> None:
+def test_each_of_two_zero1_ranks_steps_about_half_of_the_elements(world: World) -> None:
     total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
         assert 0.25 * total < sum(part.value.numel() for part in own) < 0.75 * total

@@ -198,7 +198,7 @@ def unfreeze_layers(how: str, ranks: int) -> tuple[list[Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("how", ["adamw", "lion", "list", "muon", "fully_shard", "fixed order"])
-def test_unfreezing_on_two_ranks_equals_one_process_with_schedule(world: World, how: str) -> None:
+def test_unfreezing_with_schedule_on_two_ranks_matches_single_process(world: World, how: str) -> None:
     dense = "adamw" if how in ("fully_shard", "fixed order") else how
     wanted, rates = unfreeze_layers(dense, 1)
     assert rates == pytest.approx([0.01] * len(rates))

@@ -83,7 +83,7 @@ def test_reload_from_model_accepts_weights_written_through_param_data(world: Wor
 
 
 @pytest.mark.parametrize(("mode", "states"), [("bf16", "whole"), ("fp32", "offload"), ("bf16", "ZeRO-2")])
-def test_weights_written_through_param_data_are_lost_without_reload_from_model(
+def test_written_weights_with_master_or_offloaded_copy_are_lost_without_reload_from_model(
     world: World, mode: str, states: str
 ) -> None:
     """docs/reference/LIMITS.md documents this limit."""

@@ -179,7 +179,7 @@ def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: 
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 
-def test_replayable_can_be_pickled_and_deepcopied_optimizer_can_replay() -> None:
+def test_pickled_replayable_is_equal_and_copied_optimizer_can_replay() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     assert pickle.loads(pickle.dumps(Replayable())) == Replayable()

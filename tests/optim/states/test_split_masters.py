@@ -214,7 +214,7 @@ def two_optimizers(is_split: bool) -> Bits:
         return everything(model, optimizer)
 
 
-def test_bucket_of_split_masters_contains_one_device_even_after_empty_weight() -> None:
+def test_bucket_of_split_masters_uses_one_device_even_after_empty_weight() -> None:
     """`Offloaded` leaves empty shards on the device and moves other shards to the CPU."""
     devices = [torch.device("meta"), torch.device("cpu"), torch.device("meta")]
     weights = [
@@ -306,7 +306,7 @@ def on_ranks(name: str, is_split: bool) -> Bits:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_split_masters_match_float32_masters_on_many_layouts_and_placements(world: World, name: str) -> None:
+def test_split_masters_match_float32_masters_on_many_layouts_and_state_placements(world: World, name: str) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size
     for found, wanted in zip(
         world.run(ranks, on_ranks, name, True), world.run(ranks, on_ranks, name, False), strict=True
@@ -609,7 +609,7 @@ def write_and_step(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
     step_with_ones(weight, optimizer)
 
 
-def test_state_dict_after_write_contains_written_weights_as_masters() -> None:
+def test_state_dict_of_split_masters_contains_weights_written_by_other_code() -> None:
     weight, optimizer = one_weight()
     assert not torch.equal(masters_of(optimizer)[0], weight.float())
     with torch.no_grad():
@@ -635,7 +635,7 @@ def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed:
 WRITTEN = "weight was written before each of 3 steps in a row.*pruning mask, for example, in the forw"
 
 
-def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
+def test_split_masters_warn_once_if_weights_change_before_three_steps_in_a_row() -> None:
     weight, optimizer = one_weight()
     write_and_step(weight, optimizer)
     step_with_ones(weight, optimizer)
@@ -647,7 +647,7 @@ def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
     optimizer.registry.close()
 
 
-def test_changing_weights_before_each_of_first_three_steps_warns_in_third_step() -> None:
+def test_split_masters_warn_in_third_step_if_weights_change_before_each_step() -> None:
     weight, optimizer = one_weight(steps=0)
     write_and_step(weight, optimizer)
     write_and_step(weight, optimizer)

@@ -110,7 +110,7 @@ def test_zero1_and_zero2_match_replicated_steps_in_precision_modes(world: World,
 
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-def test_norms_with_zero2_equal_norms_of_replicated_states(world: World, p: float, reduction: str) -> None:
+def test_norms_with_zero2_match_norms_of_replicated_states(world: World, p: float, reduction: str) -> None:
     options = {"max_norm": 1e6, "norm_type": p, "reduction": reduction, "per_parameter_norms": True}
     _, norms, each = world.run(4, train, BOTH, "fp32", "plain sgd", 2, options)[0]
     for _, found, found_each in world.run(4, train, BOTH, "fp32", "plain sgd", 2, {**options, **ZERO2}):

@@ -33,7 +33,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_zero_with_scalar_noncontiguous_frozen_and_unused_parameters_matches_replicated(world: World) -> None:
+def test_zero_with_scalar_noncontiguous_frozen_or_unused_parameters_matches_replicated_states(world: World) -> None:
     runs = world.run(2, train_odd, {})
     for options in (ZERO1, ZERO2):
         for found, expected in zip(world.run(2, train_odd, options), runs, strict=True):

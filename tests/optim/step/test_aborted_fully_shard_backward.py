@@ -92,6 +92,8 @@ def test_exception_in_the_forward_of_a_fully_shard_module_does_not_change_later_
 
 @pytest.mark.skipif(not HAS_RESET, reason="needs FSDPModule.reset_iter_state of torch 2.14")
 @pytest.mark.parametrize("in_window", [False, True])
-def test_steps_are_right_after_reset_iter_state(world: World, in_window: bool) -> None:
+def test_steps_after_aborted_backward_and_reset_iter_state_match_uninterrupted_run(
+    world: World, in_window: bool
+) -> None:
     expected = world.run(2, weights_after, None, in_window, False)
     assert world.run(2, weights_after, "backward", in_window, True) == expected

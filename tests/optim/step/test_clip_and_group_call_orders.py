@@ -58,7 +58,7 @@ def changed_threshold() -> tuple[str, float]:
         return text, float(a[0])
 
 
-def test_group_threshold_changed_on_one_stage_skips_step_on_all_stages(world: World) -> None:
+def test_group_threshold_changed_on_one_stage_raises_there_and_skips_step_elsewhere(world: World) -> None:
     (first, weight_of_first), (second, weight_of_second) = world.run(2, changed_threshold)
     assert "some ranks have fewer groups" in first
     assert second == "skipped"

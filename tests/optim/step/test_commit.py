@@ -58,7 +58,7 @@ def run_of(
 
 
 @pytest.mark.parametrize("kind", ["bool", "tensor"])
-def test_commit_rejection_on_one_rank_skips_on_all_ranks_and_keeps_loss_scale(world: World, kind: str) -> None:
+def test_commit_rejection_on_one_rank_skips_step_on_all_ranks_and_keeps_loss_scale(world: World, kind: str) -> None:
     """Rank 1 rejects the second step; the third step overflows, and only it reduces the scale."""
     for steps, counts, scales in world.run(2, run_of, kind):
         assert steps == [(True, 0, 0, 0), (False, 1, 0, 1), (False, 0, 1, 1), (True, 0, 0, 0)]

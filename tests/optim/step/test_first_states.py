@@ -42,7 +42,7 @@ def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_adagrad_state_of_added_parameter_has_initial_value(kernels: Kernels) -> None:
+def test_adagrad_state_of_added_parameter_starts_at_initial_accumulator_value(kernels: Kernels) -> None:
     with using(kernels):
         close(*added_states(ProcessGroupRegistry(Topology()), {}))
 
@@ -52,7 +52,7 @@ def added_on_ranks() -> list[Tensor]:
         return added_states(registry, {"states": Sharded("data")})
 
 
-def test_adagrad_state_of_added_parameter_with_zero1_has_initial_value(world: World) -> None:
+def test_adagrad_state_of_added_parameter_with_zero1_starts_at_initial_accumulator_value(world: World) -> None:
     for found in world.run(2, added_on_ranks):
         close(*found)
 

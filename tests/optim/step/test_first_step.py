@@ -51,7 +51,9 @@ def bypassed(mode: Mode, options: dict[str, Any], zeros: bool, in_window: bool =
         ("bf16", {"accumulation_steps": 2, **ZERO1}),
     ],
 )
-def test_bypassing_optimizer_backward_in_first_step_raises(world: World, mode: Mode, options: dict[str, Any]) -> None:
+def test_bypassing_optimizer_backward_with_loss_scale_or_accumulation_raises_in_first_step(
+    world: World, mode: Mode, options: dict[str, Any]
+) -> None:
     for text in world.run(2, bypassed, mode, options, False):
         assert text.startswith("there are gradients, but ")
         assert "optimizer.backward(loss)" in text
@@ -86,7 +88,7 @@ def bypassed_on_one_rank(mode: Mode) -> str:
         return str(caught.value)
 
 
-def test_bypassing_optimizer_backward_on_one_rank_raises_with_micro_batches_per_rank(world: World) -> None:
+def test_bypassing_optimizer_backward_on_one_rank_raises_error_with_micro_batch_counts(world: World) -> None:
     """The other rank scaled its loss, so the error is about the micro-batches, not about the loss scale."""
     for text in world.run(2, bypassed_on_one_rank, "fp16"):
         assert "the number of micro-batches is 0 on rank 0 and 1 on rank 1" in text
@@ -157,7 +159,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool, in_w
         ("bf16", {"accumulation_steps": 2, **ZERO1}, 0, True),
     ],
 )
-def test_bypassing_optimizer_backward_in_later_step_raises_on_every_rank_and_keeps_weights(
+def test_bypassing_optimizer_backward_with_loss_scale_or_accumulation_raises_in_later_step(
     world: World, mode: Mode, options: dict[str, Any], late: int, by_optimizer: bool
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, by_optimizer):
@@ -421,7 +423,7 @@ def late_gradient(fused: bool) -> list[float]:
         return [float(value) for param in (a, b) for value in param.detach()]
 
 
-def test_fused_momentum_of_parameter_with_late_first_gradient_matches_unfused(world: World) -> None:
+def test_fused_sgd_of_parameter_with_late_first_gradient_matches_unfused_sgd(world: World) -> None:
     fused, plain = (world.run(2, late_gradient, kind) for kind in (True, False))
     for one, other in zip(fused, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-6)

@@ -120,7 +120,7 @@ def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
 
 
 @random_cases(flips(), 60)
-def test_fingerprints_find_random_flipped_bit_in_any_replica(
+def test_fingerprints_find_randomly_drawn_flipped_bit_of_a_replica(
     world: World, drawn: list[tuple[str, What, str, int, int, int]]
 ) -> None:
     """Any of the 32 bits may be flipped; 0, 22, 30 and 31 are drawn more often. If the flip makes a gradient
@@ -323,6 +323,6 @@ def tied_beside_others(fraction: float) -> str:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_fingerprints_compare_tied_parameter_with_offload(world: World, fraction: float) -> None:
+def test_fingerprints_find_flipped_bit_of_offloaded_tied_parameter(world: World, fraction: float) -> None:
     """With the fraction 0.5, the first stage alone would offload the table, because its other parameter is smaller."""
     assert world.run(4, tied_beside_others, fraction) == ["table, stepped weight, (1,)"] * 4

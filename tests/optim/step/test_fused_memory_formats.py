@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.mark.parametrize("of_gradient", MEMORY_FORMATS)
 @pytest.mark.parametrize("of_param", MEMORY_FORMATS)
 @pytest.mark.parametrize("name", MAKE)
-def test_fused_update_on_fake_cuda_accepts_parameters_and_gradients_of_any_memory_format(
+def test_fused_update_on_fake_cuda_accepts_parameters_and_gradients_in_several_memory_formats(
     name: str, of_param: str, of_gradient: str
 ) -> None:
     plain = memory.PLAIN | {FakeTensor}  # fake tensors stand for plain ones

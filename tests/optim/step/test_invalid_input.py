@@ -164,7 +164,7 @@ def test_sparse_gradient_in_first_step_raises_on_every_rank(world: World) -> Non
         assert found[1:] == ["stepped, found_inf=0"] * 2
 
 
-def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_on_others(world: World) -> None:
+def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_step_elsewhere(world: World) -> None:
     (first, unchanged), (second, also_unchanged) = world.run(2, sparse_gradient, 1)
     assert unchanged
     assert also_unchanged

@@ -171,7 +171,7 @@ def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: st
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "half states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_changed_to_other_memory_format_are_stepped_like_unchanged_ones(name: str, mode: str) -> None:
+def test_steps_after_memory_format_change_match_steps_of_unchanged_parameters(name: str, mode: str) -> None:
     """For example, a user may call ``model.to(memory_format=torch.channels_last)`` after making the optimizer."""
     found = []
     for changes in (True, False):
@@ -263,7 +263,7 @@ def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_memory_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
+def test_memory_gaps_in_a_parameter_keep_updates_bitwise_identical(name: str) -> None:
     """Replicas on other ranks may have no gaps, and must get bitwise equal updates. The same holds for the other
     parameters of the rank."""
     found = []

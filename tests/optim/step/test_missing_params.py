@@ -79,14 +79,18 @@ def boosted(data_parallel: Any, only: int | None, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("data_parallel", [None, "ddp", "zero1", "zero2", "fsdp"])
-def test_replaced_module_raises_with_names_on_every_rank(world: World, data_parallel: str | None) -> None:
+def test_first_step_after_replacing_module_raises_with_parameter_names_on_every_rank(
+    world: World, data_parallel: str | None
+) -> None:
     for text in world.run(2, boosted, data_parallel, None):
         assert f"{MISSING} ranks 0-1: head.weight, head.bias. " in text
         assert "make the optimizer after all changes of the model, or add the parameters with add_param_group" in text
 
 
 @pytest.mark.parametrize("data_parallel", [None, "zero1"])
-def test_module_replaced_on_one_rank_raises_on_every_rank(world: World, data_parallel: str | None) -> None:
+def test_first_step_after_replacing_module_on_one_rank_raises_on_every_rank(
+    world: World, data_parallel: str | None
+) -> None:
     for text in world.run(2, boosted, data_parallel, 1):
         assert f"{MISSING} rank 1: head.weight, head.bias. " in text
 

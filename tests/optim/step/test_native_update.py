@@ -71,7 +71,7 @@ def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Cal
     close(found["auto"], found["torch"])
 
 
-def test_parameters_of_other_dtypes_are_stepped_by_torch(calls: Calls) -> None:
+def test_float64_and_bfloat16_parameters_are_stepped_by_torch_kernels(calls: Calls) -> None:
     """The param group has float64 and half-precision parameters in addition to float32 parameters."""
     wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
     plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -137,7 +137,7 @@ def test_compiled_update_after_tensors_changed_between_steps_matches_torch(chang
 
 
 @pytest.mark.parametrize("betas", [(0.7, 0.95), [0.7, 0.95], torch.tensor([0.7, 0.95], dtype=torch.float64)])
-def test_compiled_update_accepts_betas_as_tuple_list_or_tensor(betas: Any) -> None:
+def test_numbers_in_reads_betas_from_tuple_list_or_tensor(betas: Any) -> None:
     model = model_of()
     optimizer = of(model, MAKE["AdamW"])
     optimizer.param_groups[0]["betas"] = betas

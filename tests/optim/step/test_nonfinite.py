@@ -71,7 +71,9 @@ def test_nonfinite_gradient_skips_step_on_every_rank_without_changes(
 
 @pytest.mark.parametrize("name", ["data x tensor", "grid, bias on row 0"])
 @pytest.mark.parametrize("options", [{"norm_type": float("inf"), "max_norm": 0.1}, {"reduction": "per_group"}])
-def test_nonfinite_gradient_skips_step_with_every_reduction(world: World, name: str, options: dict[str, Any]) -> None:
+def test_nonfinite_gradient_skips_step_with_infinity_norm_or_reduction_per_group(
+    world: World, name: str, options: dict[str, Any]
+) -> None:
     for fine, found, skipped, _ in world.run(4, plant, name, "adamw", True, float("nan"), 1, options):
         assert fine
         assert (found, skipped) == ([0.0, 1.0, 0.0, 0.0], 1)

@@ -91,7 +91,7 @@ SCALES: dict[str, list[float]] = {
 @pytest.mark.parametrize(
     ("mode", "value"), [*((mode, inf) for mode in SCALES), ("bf16", nan), ("fp32", nan), ("O2", nan)]
 )
-def test_overflow_on_one_rank_skips_on_all_ranks_and_changes_only_loss_scale(
+def test_overflow_on_one_rank_skips_step_on_all_ranks_and_changes_only_loss_scale(
     world: World, name: str, mode: str, value: float
 ) -> None:
     check(world.run(SCENARIOS[name].topology.world_size, plant, name, mode, "adamw", value, {}), mode)

@@ -232,7 +232,7 @@ def run_case(case: str, plants: bool, steps: int) -> tuple[list[str], list[float
 
 
 @pytest.mark.parametrize("case", SKIPPED)
-def test_error_on_one_rank_skips_step_on_all_ranks(world: World, case: str) -> None:
+def test_error_before_step_decision_on_one_rank_skips_step_on_all_ranks(world: World, case: str) -> None:
     """The error is raised at once on its rank, and 16 steps later on all ranks."""
     (first, values, skipped), (last, other_values, also_skipped) = world.run(2, run_case, case, True, BAD + LAG + 2)
     assert first[BAD] == "kept"
@@ -284,7 +284,7 @@ def run_different(case: str, plants: bool, steps: int) -> tuple[list[str], list[
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_setting_that_only_one_rank_cannot_use_skips_step_on_all_ranks(world: World, case: str) -> None:
+def test_invalid_lr_or_removed_group_on_one_rank_skips_step_on_all_ranks(world: World, case: str) -> None:
     _, text, late = DIFFERENT[case]
     (first, values, _), (last, other_values, _) = world.run(2, run_different, case, True, BAD + LAG + 2)
     assert first[BAD] == "kept"
@@ -480,7 +480,7 @@ def written_weights(kernels: Kernels) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_weights_written_on_one_rank_skip_steps_on_all_ranks(world: World, kernels: Kernels) -> None:
+def test_overwritten_weights_with_masters_on_one_rank_skip_steps_on_all_ranks(world: World, kernels: Kernels) -> None:
     (nothing, first), (errors, last) = world.run(2, written_weights, kernels)
     assert nothing == []
     assert len(errors) == 2

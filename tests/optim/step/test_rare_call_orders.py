@@ -29,7 +29,7 @@ def alone() -> ProcessGroupRegistry:
 
 
 @pytest.mark.parametrize("precision", ["fp32", TorchFp16(init_scale=1024.0)])
-def test_group_threshold_combines_with_clip_value(precision: Any) -> None:
+def test_group_with_threshold_is_clipped_by_norm_and_other_group_by_clip_value(precision: Any) -> None:
     a, b = parameter("a"), parameter("b")
     groups = [{"params": [a]}, {"params": [b], "max_norm": 1.0}]
     optimizer = ParallelOptimizer(sgd(groups), alone(), **arguments(clip_value=2.0, precision=precision))
@@ -57,7 +57,7 @@ def test_backward_after_explicit_clip_raises(precision: Any) -> None:
     "states", [(), Sharded("data"), Sharded("data", gradients=True)], ids=["replicas", "ZeRO-1", "ZeRO-2"]
 )
 @pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {}], ids=["counted", "weighted"])
-def test_load_state_dict_in_window_clears_gradients_of_window(options: Any, states: Any) -> None:
+def test_load_state_dict_in_counted_or_weighted_window_clears_its_gradients(options: Any, states: Any) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), ProcessGroupRegistry(Topology(data=1)), states=states, **options)
     weight = None if options else 5

@@ -65,7 +65,7 @@ def test_tensor_signature_does_not_match_another_number_of_tensors() -> None:
     assert Signature([]).fits([])
 
 
-def test_pointer_table_writes_copies_given_in_this_call() -> None:
+def test_pointer_table_contains_only_low_precision_copies_of_current_call() -> None:
     """This holds after calls with equal copies, with copies of other parameters or of another dtype, and with none."""
     params = [torch.ones(4), torch.ones(4)]
     table = PointerTable(params, [[param.data_ptr() for param in params], *[[0, 0]] * 4], None)
@@ -163,7 +163,7 @@ def test_gradients_with_changing_strides_and_dtypes_give_steps_of_plain_gradient
 
 
 @pytest.mark.parametrize("halved", [0, 1])
-def test_gradients_whose_dtypes_become_different_give_steps_of_float32_gradients(halved: int) -> None:
+def test_steps_after_one_gradient_becomes_bfloat16_match_float32_gradients(halved: int) -> None:
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         params = [nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.arange(8.0))]

@@ -440,7 +440,7 @@ def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
         return texts, optimizer.skipped_steps
 
 
-def test_options_are_compared_only_among_ranks_with_parameters_of_the_group(world: World) -> None:
+def test_group_options_are_compared_only_among_ranks_with_parameters_of_the_group(world: World) -> None:
     assert world.run(4, group_of_some_ranks, False) == [([], 0)] * 4
     for (text,), skipped in world.run(4, group_of_some_ranks, True):
         assert "lr of param group 1 is 0.3 on rank 1 and 0.9 on rank 3. Give all ranks" in text

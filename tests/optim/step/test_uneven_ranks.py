@@ -115,7 +115,7 @@ def late_sparse(precision: str, options: dict[str, Any], clip: bool) -> tuple[in
     ("precision", "options", "clip"),
     [("fp32", {}, True), ("bf16", {"offload": 1.0}, False), ("bf16", {"offload": 1.0}, True)],
 )
-def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_once(
+def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_one_step(
     world: World, precision: str, options: dict[str, Any], clip: bool
 ) -> None:
     assert world.run(2, late_sparse, precision, options, clip) == [(0, 1), (1, 1)]
@@ -173,7 +173,7 @@ def uneven_offload() -> list[list[float]]:
         return [param.tolist() for param in mine[:1]]
 
 
-def test_replicas_stay_equal_if_ranks_offload_different_parameters(world: World) -> None:
+def test_replicas_stay_equal_if_ranks_with_different_parameters_offload(world: World) -> None:
     first, second = world.run(2, uneven_offload)
     assert first == second
 

@@ -111,7 +111,7 @@ def test_step_rejected_by_commit_does_not_count_as_consecutive_overflow() -> Non
     assert (monitor.total(), monitor.rejected()) == (4, 4)
 
 
-def test_load_state_dict_discards_skip_counts_not_yet_read_by_host() -> None:
+def test_skip_monitor_load_state_dict_discards_counts_not_yet_read_by_host() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
     count(monitor, [True] * LAG, most=LAG)  # read in the next step
     monitor.load_state_dict({"skipped_steps": 5, "vetoed_steps": 2})
@@ -119,7 +119,7 @@ def test_load_state_dict_discards_skip_counts_not_yet_read_by_host() -> None:
     assert monitor.state_dict() == {"skipped_steps": 5, "vetoed_steps": 2}
 
 
-def test_count_of_consecutive_skips_is_read_lag_steps_later() -> None:
+def test_count_of_consecutive_skips_is_read_by_host_16_steps_later() -> None:
     """Negative control of the test of discarded counts: without `load_state_dict`, `count` returns a reason."""
     monitor = SkipMonitor(torch.device("cpu"))
     found = count(monitor, [True] * (2 * LAG), most=LAG)

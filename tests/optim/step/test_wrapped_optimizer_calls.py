@@ -147,7 +147,7 @@ def test_step_of_wrapped_optimizer_is_allowed_in_schedule_grad_scaler_and_replay
     use()
 
 
-def test_calls_on_one_of_several_wrapped_optimizers_raise_or_are_forwarded() -> None:
+def test_direct_calls_of_one_of_several_wrapped_optimizers_raise_except_zero_grad() -> None:
     model = small()
     sgd, adam = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
     optimizer = ParallelOptimizer([sgd, adam], alone())

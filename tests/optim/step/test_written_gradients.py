@@ -88,7 +88,7 @@ def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> 
     [({"accumulation_steps": 2}, 2), (ZERO1, 1), ({"on_nonfinite": "raise"}, 1)],
     ids=["window", "zero1", "raise"],
 )
-def test_torch_clipping_warns_once_with_accumulation_or_zero1_or_nonfinite_raise(
+def test_torch_clipping_warns_once_with_accumulation_zero1_or_on_nonfinite_raise(
     world: World, options: dict[str, Any], micro_batches: int
 ) -> None:
     for said in world.run(2, said_in_steps, clip, options, micro_batches):

@@ -44,7 +44,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_argument_name_of_other_library_raises_and_error_gives_correct_name(name: str, advice: str) -> None:
+def test_unknown_argument_name_raises_error_with_correct_or_available_names(name: str, advice: str) -> None:
     options: dict[str, Any] = {name: 1.0}
     with pytest.raises(TypeError, match=f"ParallelOptimizer has no argument {name}=: {advice}"):
         ParallelOptimizer(adam(nn.Linear(2, 2)), ProcessGroupRegistry(ALONE), **options)

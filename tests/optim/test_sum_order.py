@@ -166,7 +166,7 @@ def test_fixed_order_weights_and_states_are_bitwise_equal_on_up_to_four_data_ran
 
 @pytest.mark.parametrize("axis", ["tensor", "pipe"])
 @pytest.mark.parametrize("states", ["whole", "zero1"])
-def test_fixed_order_with_tensor_or_pipeline_axis_is_bitwise_equal_on_1_to_3_data_ranks(
+def test_fixed_order_hashes_with_tensor_or_pipeline_axis_are_equal_on_1_to_3_data_ranks(
     states: str, axis: str, world: World
 ) -> None:
     run = FixedRun(axis=axis, states=states, clip="adagc", weighted=True, total=6)

@@ -75,7 +75,7 @@ def frozen_on_one() -> str:
         return "no error"
 
 
-def test_parameter_frozen_on_one_rank_only_raises_on_all_ranks(world: World) -> None:
+def test_constructing_optimizer_with_parameter_frozen_on_one_rank_raises_on_all_ranks(world: World) -> None:
     for text in world.run(2, frozen_on_one):
         assert "first in b" in text
         assert "param group 0, frozen]" in text

@@ -143,7 +143,7 @@ def test_prodigy_is_accepted_only_if_it_steps_all_parameters_together(world: Wor
 
 
 @pytest.mark.parametrize("where", ["pipeline", "half states", "rounded"])
-def test_optimizer_with_own_global_clipping_requires_all_parameters(world: World, where: str) -> None:
+def test_adan_with_max_grad_norm_is_rejected_if_it_steps_only_some_parameters_at_once(world: World, where: str) -> None:
     """Adan and LAMB clip by the norm of the gradients that they get, which may be those of one stage or one bucket."""
     for text in world.run(2, made, "norm clipping", where):
         assert "Adan with max_grad_norm=1.0 clips by the norm of all of its gradients" in text

@@ -139,7 +139,7 @@ def test_float32_masters_rounded_to_even_differ_from_split_masters() -> None:
     ("kind", "fused"),
     [("SGD", True), ("Adagrad", True), ("Adam", False), ("NAdam", False), ("RMSprop", False), ("ASGD", False)],
 )
-def test_split_masters_match_float32_masters_with_other_elementwise_optimizers(kind: str, fused: bool) -> None:
+def test_split_masters_match_float32_masters_with_several_elementwise_optimizers(kind: str, fused: bool) -> None:
     assert same(learned(True, 30, kind, fused)[0], learned(False, 30, kind, fused)[0])
 
 

@@ -76,7 +76,7 @@ def one_optimizer() -> ParallelOptimizer[Any]:
     return ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
 
 
-def test_add_observer_rejects_object_of_other_type() -> None:
+def test_add_observer_rejects_class_instead_of_instance() -> None:
     with pytest.raises(TypeError, match="give an instance of a subclass of StepObserver"):
         one_optimizer().add_observer(StepObserver)  # type: ignore[arg-type]
 

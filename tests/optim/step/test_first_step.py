@@ -172,7 +172,7 @@ def test_bypassing_optimizer_backward_with_loss_scale_or_accumulation_raises_in_
 @pytest.mark.parametrize(
     ("mode", "options", "late"), [("fp16", {}, 16), ("fp16", {"on_nonfinite": "raise"}, 0), ("fp16_naive", ZERO2, 16)]
 )
-def test_unscaled_loss_within_window_context_in_later_step_raises_on_every_rank_and_keeps_weights(
+def test_unscaled_loss_within_window_context_in_later_step_raises_on_every_rank(
     world: World, mode: Mode, options: dict[str, Any], late: int
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, True, True):

@@ -263,7 +263,7 @@ def polled(what: str) -> str:
     ("what", "when"),
     [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
 )
-def test_flipped_bit_raises_in_poll_or_at_once_in_raise_mode_or_one_step_after_loading(
+def test_flipped_bit_raises_in_poll_in_step_with_on_nonfinite_raise_or_after_loading(
     world: World, what: str, when: str
 ) -> None:
     """Loading a state discards the mismatch found before it. The next step compares again."""

@@ -53,7 +53,7 @@ WRITES_TO_HALF = [("bf16, half gradients", clip) for clip in RULES if isinstance
 @pytest.mark.parametrize(
     ("precision", "clip"), [case for case in product(PRECISIONS, RULES) if case not in WRITES_TO_HALF]
 )
-def test_operators_and_memory_of_step_do_not_grow_with_model(precision: str, clip: float | Clip | None) -> None:
+def test_operators_and_memory_of_step_do_not_grow_with_model_width(precision: str, clip: float | Clip | None) -> None:
     with using("auto"):  # overrides the environment variable
         small, large = (memory_of_a_step(width, precision, clip) for width in (32, 128))
     assert small == large

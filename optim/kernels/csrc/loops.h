@@ -362,23 +362,22 @@ INLINE void NAME(widen_strip)(const int dtype, const uint16_t *from, float *to) 
 #endif
 }
 
-INLINE void NAME(round_strip)(const int dtype, const float *from, uint16_t *to) {
-    if (dtype == FLOAT16) {
-        for (int k = 0; k < STRIP; k += 8)
-            _mm_storeu_si128((__m128i *)(to + k), _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
-        return;
-    }
+INLINE __m256i NAME(rounded_strip)(const int dtype, const float *from) {
 #if INSTRUCTIONS == AVX512
+    if (dtype == FLOAT16) return _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
     words16 bits;
     memcpy(&bits, from, sizeof bits);
     words16 nans = (words16)((bits & 0x7fffffff) > 0x7f800000), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    halves16 halves = __builtin_convertvector((rounded & ~nans) | (nans & 0x7fc0), halves16);
-    memcpy(to, &halves, sizeof halves);
+    return (__m256i)__builtin_convertvector((rounded & ~nans) | (nans & 0x7fc0), halves16);
 #else
     __m256 values[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+    if (dtype == FLOAT16)
+        return _mm256_set_m128i(_mm256_cvtps_ph(values[1], _MM_FROUND_TO_NEAREST_INT),
+                                _mm256_cvtps_ph(values[0], _MM_FROUND_TO_NEAREST_INT));
     if (_mm256_movemask_ps(_mm256_cmp_ps(values[0], values[1], _CMP_UNORD_Q))) { /* a NaN */
-        NAME(round_bfloat16)(from, to, STRIP);
-        return;
+        uint16_t halves[STRIP];
+        NAME(round_bfloat16)(from, halves, STRIP);
+        return _mm256_loadu_si256((const __m256i *)halves);
     }
     __m256i rounded[2];
     for (int k = 0; k < 2; k++) {
@@ -386,36 +385,52 @@ INLINE void NAME(round_strip)(const int dtype, const float *from, uint16_t *to) 
         rounded[k] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
     }
     /* The pack interleaves the 64-bit quarters of both vectors. */
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded[0], rounded[1]), 0xd8);
-    _mm256_storeu_si256((__m256i *)to, packed);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded[0], rounded[1]), 0xd8);
 #endif
+}
+
+/* Round the floats of two strips to halves, which fill one cache line. past_caches: write the line to memory directly, which
+ * saves reading it first; `to` must be the address of a line. */
+INLINE void NAME(round_line)(const int dtype, const float *from, uint16_t *to, int past_caches) {
+    __m256i halves[2] = {NAME(rounded_strip)(dtype, from), NAME(rounded_strip)(dtype, from + STRIP)};
+    for (int k = 0; k < 2; k++) {
+        __m256i *at = (__m256i *)(to + k * STRIP);
+        if (past_caches) _mm256_stream_si256(at, halves[k]);
+        else _mm256_storeu_si256(at, halves[k]);
+    }
 }
 #endif
 
 /* Adam in strips of one cache line, with prefetches between strips, because a vectorised loop cannot contain prefetches.
- * Gradients of another dtype than float32 are widened, and parameters rounded to `copy`, while they are in registers.
- * copy_dtype: FLOAT32 if no copies are written. Then `copy` is only prefetched; it can be NULL. */
+ * Gradients of another dtype than float32 are widened while they are in registers, and parameters are rounded to `copy` after
+ * every second strip.
+ * copy_dtype: FLOAT32 if no copies are written. Then `copy` is only prefetched; it can be NULL.
+ * past_caches: write copies to memory directly. Copies that do not begin at a cache line are written as usual. */
 INLINE void NAME(adam_strips)(float *restrict p, const char *restrict grad, float *restrict m, float *restrict v,
                               float *restrict most, uint16_t *restrict copy, int64_t n, const struct adam set, float step_size,
-                              float root, const int grad_dtype, const int copy_dtype, const int decoupled, const int amsgrad) {
+                              float root, const int grad_dtype, const int copy_dtype, int past_caches, const int decoupled,
+                              const int amsgrad) {
     const int size = grad_dtype == FLOAT32 ? 4 : 2;
     const int64_t ahead = loops->in_turn ? NEAR : FAR;
-    float wide[STRIP];
+    float wide[LINE];
     int64_t i = 0;
-    for (; i + STRIP <= n; i += STRIP) {
-        const char *raw = grad + i * size;
-        const float *g = grad_dtype == FLOAT32 ? (const float *)raw : wide;
-        __builtin_prefetch((const char *)(p + i) + ahead, 1);
-        __builtin_prefetch(raw + ahead);
-        if (copy) __builtin_prefetch((const char *)(copy + i) + ahead, 1);
-        __builtin_prefetch((const char *)(m + i) + ahead, 1);
-        __builtin_prefetch((const char *)(v + i) + ahead, 1);
+    past_caches = past_caches && (uintptr_t)copy % (LINE * sizeof *copy) == 0;
+    for (; i + LINE <= n; i += LINE) {
+        for (int64_t k = i; k < i + LINE; k += STRIP) {
+            const char *raw = grad + k * size;
+            const float *g = grad_dtype == FLOAT32 ? (const float *)raw : wide;
+            __builtin_prefetch((const char *)(p + k) + ahead, 1);
+            __builtin_prefetch(raw + ahead);
+            __builtin_prefetch((const char *)(m + k) + ahead, 1);
+            __builtin_prefetch((const char *)(v + k) + ahead, 1);
 #if INSTRUCTIONS > 0
-        if (grad_dtype != FLOAT32) NAME(widen_strip)(grad_dtype, (const uint16_t *)raw, wide);
+            if (grad_dtype != FLOAT32) NAME(widen_strip)(grad_dtype, (const uint16_t *)raw, wide);
 #endif
-        NAME(adam)(p + i, g, m + i, v + i, amsgrad ? most + i : NULL, STRIP, &set, step_size, root, decoupled, amsgrad);
+            NAME(adam)(p + k, g, m + k, v + k, amsgrad ? most + k : NULL, STRIP, &set, step_size, root, decoupled, amsgrad);
+        }
+        if (copy && !past_caches) __builtin_prefetch((const char *)(copy + i) + ahead, 1);
 #if INSTRUCTIONS > 0
-        if (copy_dtype != FLOAT32) NAME(round_strip)(copy_dtype, p + i, copy + i);
+        if (copy_dtype != FLOAT32) NAME(round_line)(copy_dtype, p + i, copy + i, past_caches);
 #endif
     }
     const float *g = NAME(widened)(grad_dtype, grad, i, n - i, wide);
@@ -430,10 +445,12 @@ static int NAME(adam_converting)(const struct update *update, float *p, const ch
 #if INSTRUCTIONS > 0
     const struct adam *set = &update->adam;
     const int grad_dtype = update->grad_dtype, copy_dtype = copy ? update->half_dtype : FLOAT32;
+#define STRIPS(OF_GRAD, OF_COPY, DECOUPLED)                                                                             \
+    NAME(adam_strips)(p, grad, m, v, NULL, copy, n, *set, step, root, OF_GRAD, OF_COPY, update->past_caches, DECOUPLED, 0)
 #define IF_DTYPES(OF_GRAD, OF_COPY)                                                                                     \
     if (grad_dtype == OF_GRAD && copy_dtype == OF_COPY) {                                                               \
-        if (set->decoupled) NAME(adam_strips)(p, grad, m, v, NULL, copy, n, *set, step, root, OF_GRAD, OF_COPY, 1, 0);  \
-        else NAME(adam_strips)(p, grad, m, v, NULL, copy, n, *set, step, root, OF_GRAD, OF_COPY, 0, 0);                 \
+        if (set->decoupled) STRIPS(OF_GRAD, OF_COPY, 1);                                                                \
+        else STRIPS(OF_GRAD, OF_COPY, 0);                                                                               \
         return 1;                                                                                                       \
     }
     if (set->amsgrad) return 0;
@@ -442,6 +459,7 @@ static int NAME(adam_converting)(const struct update *update, float *p, const ch
     IF_DTYPES(BFLOAT16, BFLOAT16)
     IF_DTYPES(FLOAT16, FLOAT16)
 #undef IF_DTYPES
+#undef STRIPS
 #endif
     return 0;
 }
@@ -464,7 +482,7 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
             const struct adam *set = &update->adam;
             float *most = set->amsgrad ? tensor->third + at : NULL;
 #define STRIPS(DECOUPLED, AMSGRAD)                                                                                       \
-    NAME(adam_strips)(p, (const char *)g, first, second, most, half, n, *set, step, root, FLOAT32, FLOAT32, DECOUPLED, AMSGRAD)
+    NAME(adam_strips)(p, (const char *)g, first, second, most, half, n, *set, step, root, FLOAT32, FLOAT32, 0, DECOUPLED, AMSGRAD)
             if (set->decoupled && !set->amsgrad) STRIPS(1, 0);
             else if (set->decoupled) STRIPS(1, 1);
             else if (!set->amsgrad) STRIPS(0, 0);
@@ -481,6 +499,9 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
         if (tensor->rest) NAME(split)(joined, half, tensor->rest + at, n);
         else if (half) NAME(written_half)(update->half_dtype, p, half, 0, n);
     }
+#if INSTRUCTIONS > 0
+    if (update->past_caches) _mm_sfence(); /* other threads may read the copies after this function */
+#endif
 }
 
 /* Stochastic rounding. ----------------------------------------------------------------------------------------------- */

@@ -20,8 +20,9 @@
 enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
-enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, STRIP = 16, BLOCK = 1024, CHUNK = 16384 };
+enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, STRIP = 16, LINE = 32, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
+enum { MANY = 1 << 23 };   /* elements of an update whose copies are no longer in a cache when it ends */
 enum { ROW = 512, ROWS = 8 }; /* stochastic rounding: one counter serves the elements of a column of ROWS rows */
 #define EIGHT 8            /* elements of a mean; a macro, because loops.h compares it in #if */
 
@@ -43,6 +44,7 @@ struct adagrad { float factor, decay, eps; };
 
 struct update {
     int kind, grad_dtype, half_dtype;
+    int past_caches; /* write half-precision copies to memory directly */
     union { struct adam adam; struct sgd sgd; struct adagrad adagrad; };
 };
 
@@ -414,6 +416,7 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
         free(first);
         return 1;
     }
+    update.past_caches = elements >= MANY;
     double counted = -1, size = 0, root = 1;
     for (int64_t i = 0; i < count; i++) {
         struct tensor *tensor = &tensors[i];

@@ -96,6 +96,24 @@ def test_skipped_compiled_update_changes_nothing(rule: Rule, variant: str) -> No
     assert not torch.equal(case.params[1], before[1])
 
 
+def values_to_round(half: torch.dtype) -> Tensor:
+    """Return all 2^16 values of the dtype, their neighbours and midpoints as float32: ties, denormals, overflow, NaN."""
+    bits = torch.arange(2**16, dtype=torch.int32)
+    exact = bits.to(torch.int16).view(half).float()
+    between = (exact + exact.roll(-1)) / 2
+    one_nan = torch.ones(256, dtype=torch.int32)
+    one_nan[::17] = 2**31 - 1  # a NaN at each position of a vector; rounding up the NaN's bits would give -0
+    neighbours = (torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))
+    return torch.cat([exact, between, *neighbours, one_nan.view(torch.float32)])
+
+
+def assert_rounded_as_torch(found: Tensor, exact: Tensor) -> None:
+    """Assert that ``found`` has the bits of ``exact`` rounded by torch; NaNs may differ in their bits."""
+    wanted = exact.to(found.dtype)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("rule", [SGD(1.0), Adam(0.0), Adam(0.0, decoupled=False)], ids=repr)
@@ -103,24 +121,33 @@ def test_skipped_compiled_update_changes_nothing(rule: Rule, variant: str) -> No
 def test_compiled_update_rounds_low_precision_weights_as_torch(
     variant: str, half: torch.dtype, rule: Rule, half_gradients: bool
 ) -> None:
-    """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN.
-    Adam rounds inside its loop if the variant has vector instructions; the other rules round in a second loop."""
-    bits = torch.arange(2**16, dtype=torch.int32)
-    exact = bits.to(torch.int16).view(half).float()
-    between = (exact + exact.roll(-1)) / 2
-    one_nan = torch.ones(256, dtype=torch.int32)
-    one_nan[::17] = 2**31 - 1  # a NaN at each position of a vector; rounding up the NaN's bits would give -0
-    neighbours = (torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))
-    values = torch.cat([exact, between, *neighbours, one_nan.view(torch.float32)])
+    """Adam rounds inside its loop if the variant has vector instructions; the other rules round in a second loop."""
+    values = values_to_round(half)
     grad_dtype = half if half_gradients else torch.float32
     case = ByLoops(rule, [values.numel()], grad_dtype, half, seed=6)
     case.params, case.grads = [values.clone()], [torch.zeros_like(values, dtype=grad_dtype)]
     with with_variant(variant):
         case.step(1.0)
     assert case.halves is not None
-    found, wanted = case.halves[0], case.params[0].to(half)
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
+    assert_rounded_as_torch(case.halves[0], case.params[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("half", HALVES)
+def test_compiled_adam_update_of_many_elements_rounds_low_precision_weights_as_torch(
+    variant: str, half: torch.dtype
+) -> None:
+    """From 2^23 elements on, the loop writes copies past the caches, if they begin at a cache line. The second doesn't."""
+    values, many = values_to_round(half), 2**23
+    case = ByLoops(Adam(0.0), [values.numel(), values.numel(), many], torch.float32, half, seed=6)
+    case.params = [values.clone(), values.clone(), torch.zeros(many)]
+    case.grads = [torch.zeros_like(param) for param in case.params]
+    assert case.halves is not None
+    case.halves[1] = torch.empty(values.numel() + 1, dtype=half)[1:]
+    with with_variant(variant), with_threads(2, torchs=False):
+        case.step(1.0)
+    for copy, param in zip(case.halves, case.params, strict=True):
+        assert_rounded_as_torch(copy, param)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -22,7 +22,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, last: boo
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("last", [(False, False), (True, False), (False, True), (True, True)])
-def test_copy_each_and_float32_of_keep_values_in_several_memory_formats(
+def test_tensor_copies_equal_their_cast_sources_in_several_memory_formats(
     to: torch.dtype, last: tuple[bool, bool]
 ) -> None:
     sources = [filled(shape, last=last[0]) for shape in SHAPES] + [filled((6, 4)).t(), filled((3, 2), torch.float64)]
@@ -53,7 +53,7 @@ def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[...
 
 
 @needs_cuda_build
-def test_copy_each_adds_one_kernel_for_a_tensor_of_other_strides_or_dtype() -> None:
+def test_copy_each_adds_one_kernel_for_a_tensor_with_different_strides_or_dtype() -> None:
     def with_last(tensors: list[Tensor]) -> None:
         tensors[3] = tensors[3].to(memory_format=LAST)
 

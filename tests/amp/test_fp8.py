@@ -181,7 +181,7 @@ def test_fp8_linear_propagates_non_finite_values(value: float) -> None:
     assert not layer.weight.grad[5].isfinite().any()
 
 
-def test_autocast_does_not_change_result_of_fp8_linear() -> None:
+def test_fp8_linear_equals_fp8_matmul_with_and_without_autocast() -> None:
     layer, x = Fp8Linear(32, 16), torch.randn(5, 32)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), Fp8Matmul()(x, layer.weight, layer.bias))
@@ -296,7 +296,7 @@ def test_fp8_layers_gives_a_reason_for_each_layer_not_in_8_bits(caplog: pytest.L
     assert "8 bits" not in repr(fitting[0])
 
 
-def test_layers_in_exclude_of_fp8_equal_plain_linear_layers() -> None:
+def test_layers_excluded_from_fp8_equal_plain_linear_layers() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     Fp8("fp32", exclude=("1",)).prepare(model)

@@ -305,7 +305,7 @@ def compare_row_scaled_replicas() -> None:
         assert_near(total, dense.weight.grad)
 
 
-def test_row_scaled_fp8_weight_gradient_over_replicas_matches_full_batch(world: World) -> None:
+def test_row_scaled_fp8_weight_gradient_matches_full_batch_if_scales_are_shared(world: World) -> None:
     world.run(2, compare_row_scaled_replicas)
 
 

@@ -84,7 +84,7 @@ def wrapped(model: nn.Module, **options: Any) -> ParallelOptimizer[Any]:
 @pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize(("scales", "sides"), [("tensor", 1), ("row", 2)])
 @pytest.mark.parametrize("base", ["fp32", "bf16"])
-def test_fp8_weight_is_rounded_once_per_step(
+def test_fp8_weight_is_rounded_once_per_step_or_twice_with_row_scales(
     base: Literal["bf16", "fp32"], scales: Scales, sides: int, managed: bool
 ) -> None:
     """Four micro-batches use one rounded weight, even if `step` is called after each. Row scales need two roundings."""

@@ -153,7 +153,7 @@ def test_dynamic_scale_does_not_grow_beyond_float32() -> None:
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, nan, inf])
-def test_any_nonzero_found_inf_counts_as_overflow(found_inf: float) -> None:
+def test_nonzero_or_nan_found_inf_counts_as_overflow(found_inf: float) -> None:
     for hysteresis in (1, 2):
         scale = DynamicLossScale(init_scale=64.0, hysteresis=hysteresis)
         for _ in range(hysteresis):
@@ -262,7 +262,7 @@ def test_bad_loss_scale_state_raises_and_changes_nothing(change: dict[str, Any],
     assert scale.state_dict() == before
 
 
-def test_loss_scale_rejects_state_of_other_class() -> None:
+def test_loss_scale_rejects_state_of_another_class() -> None:
     dynamic, constant = DynamicLossScale(), ConstantLossScale(1.0)
     with pytest.raises(ValueError, match="the state for DynamicLossScale has scale, but needs"):
         dynamic.load_state_dict(constant.state_dict())

@@ -45,7 +45,7 @@ def has_room(bits: Tensor) -> Tensor:
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 
-def test_split_and_join_master_restore_masters_bitwise() -> None:
+def test_split_and_join_master_restore_masters_bitwise_except_some_signalling_nans() -> None:
     everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(
         torch.int32
     )  # negative NaNs, 0, subnormals
@@ -71,7 +71,7 @@ def same_weight(found: Tensor, wanted: Tensor) -> Tensor:
     return torch.where(wanted.isnan(), found.isnan(), bits_of(found) == bits_of(wanted))
 
 
-def test_joined_master_rounds_to_its_weight_for_any_remainder() -> None:
+def test_joined_master_rounds_to_its_weight_for_unrelated_remainders() -> None:
     weight, remainder = written()
     master = join_master(weight, remainder)
     assert bool(same_weight(split_master(master)[0], weight).all())
@@ -163,7 +163,7 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", variants_here())
-def test_c_update_loops_restore_weight_and_remainder_of_any_master(variant: str) -> None:
+def test_c_update_loops_at_zero_learning_rate_keep_weight_and_remainder(variant: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))

@@ -437,7 +437,7 @@ def test_stochastic_rounding_depends_on_parameter_name_not_position() -> None:
 
 
 @pytest.mark.parametrize("seed", ["3", 2.0, True, None, 2**64, -(2**64)], ids=repr)
-def test_state_with_invalid_seed_is_rejected(seed: object) -> None:
+def test_stochastic_rounding_state_with_invalid_seed_is_rejected(seed: object) -> None:
     param = nn.Parameter(torch.ones(2, dtype=BF16))
     rounding = StochasticRounding(torch.optim.SGD([("weight", param)], lr=0.1), seed=3)
     rounding.check_state({"stochastic_rounding": {"seed": 2**63, "steps": 0}})

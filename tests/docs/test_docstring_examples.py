@@ -363,7 +363,7 @@ def test_exported_names_without_docstring_example_are_the_listed_exceptions() ->
     assert {*SETUP, *NOT_RUN, *RANKS} <= {*EXAMPLES}
 
 
-def test_values_in_comments_of_docstring_examples_are_compared() -> None:
+def test_values_in_comments_of_docstring_examples_are_compared_with_results() -> None:
     topology = EXAMPLES["Topology"]
     with fake_world(1), ProcessGroupRegistry(Topology()):
         assert run(topology, {"Topology": Topology}, "Topology") == 2

@@ -139,7 +139,7 @@ def test_train_digits_results_in_examples_readme_match_end_of_stored_curves() ->
         assert 100 * figures["accuracy"] == pytest.approx(accuracy, abs=5e-3)
 
 
-def test_replica_divergence_picture_matches_a_run(world: World) -> None:
+def test_replica_divergence_picture_starts_like_a_new_run(world: World) -> None:
     found = world.run(4, on_a_rank, "drift", "train", 4)[0]
     figures = kept("drift")
     for run in ("own", "exact"):

@@ -54,7 +54,7 @@ def public_signatures() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_public_signatures_are_those_of_the_listed_file() -> None:
+def test_public_signatures_match_public_signatures_txt() -> None:
     found, listed = public_signatures().splitlines(), FILE.read_text().splitlines()
     assert sorted({*found} - {*listed}) == [], "not in public_signatures.txt"
     assert sorted({*listed} - {*found}) == [], "only in public_signatures.txt"

@@ -141,7 +141,7 @@ def test_built_api_pages_show_the_docstring_summaries(site: Path) -> None:
         assert longest in " ".join(html.unescape(text).split()), f"{name}: {summary}"
 
 
-def test_built_pages_link_exported_names(site: Path) -> None:
+def test_built_howto_page_links_an_exported_name(site: Path) -> None:
     page = (site / "howto" / "zero" / "index.html").read_text()
     assert re.search(r'<a href="\.\./\.\./api/meshstep\.optim/Sharded/"><code>Sharded</code></a>', page)
 

@@ -38,7 +38,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(
     ("topology", "accumulate"), [("data=2,tensor=2", 2), ("data=2,cp=2", 1), ("cp=2,tensor=2", 2), ("cp=4", 1)]
 )
-def test_lm_example_on_each_layout_equals_one_process(
+def test_lm_example_on_several_layouts_matches_single_process_run(
     world: World, topology: str, accumulate: int, one_process: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
     """Data ranks, sequence shards and micro-batches have different numbers of tokens."""

@@ -43,7 +43,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         ("edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor", ["--experts", "expert", "--zero", "2"]),
     ],
 )
-def test_moe_example_on_each_topology_and_expert_axes_equals_one_process(
+def test_moe_example_on_several_topologies_and_expert_axes_matches_single_process_run(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"

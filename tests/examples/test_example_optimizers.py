@@ -16,7 +16,7 @@ DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 
 # The first bases of SOAP depend on rounding if the first gradient has fewer independent columns than rows.
 @pytest.mark.parametrize(("name", "tolerance"), [("muon", 2e-5), ("lamb", 2e-5), ("adafactor", 2e-5), ("soap", 3e-3)])
-def test_digits_example_with_muon_lamb_adafactor_or_soap_equals_one_process(
+def test_digits_example_with_muon_lamb_adafactor_or_soap_matches_single_process_run(
     world: World, name: str, tolerance: float, tmp_path: Path
 ) -> None:
     flags = [*DIGITS, "--optimizer", name]

@@ -22,7 +22,7 @@ RUNS: list[tuple[str, int, str, list[str]]] = [
 ]
 
 
-def test_pipeline_example_with_several_schedules_equals_one_process(world: World, tmp_path: Path) -> None:
+def test_pipeline_example_with_several_schedules_matches_single_process_run(world: World, tmp_path: Path) -> None:
     printed = run_example("pipeline_lm", "--verify", "--curve", str(tmp_path / "one.csv"), *FLAGS)
     expected = read_curve(tmp_path / "one.csv")
     assert expected.shape == (STEPS, 3)

@@ -40,7 +40,7 @@ def losses(topology: str, precision: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-def test_digits_losses_in_each_precision_equal_one_process(world: World, precision: str) -> None:
+def test_digits_losses_in_each_precision_match_single_process_run(world: World, precision: str) -> None:
     alone = losses("", precision, STEPS)
     assert sum(alone[-10:]) / 10 < alone[0] - 0.5, "the model should learn"
     for topology in repetitions(TOPOLOGIES, precision):

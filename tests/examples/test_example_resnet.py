@@ -45,7 +45,7 @@ def exact_curve(world: World, folder: Path, topology: str, *more: str) -> torch.
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_resnet_example_on_each_topology_equals_one_process(
+def test_resnet_example_on_several_topologies_matches_single_process_run(
     world: World, folder: Path, alone: torch.Tensor, topology: str
 ) -> None:
     found = exact_curve(world, folder, topology, *TOPOLOGIES[topology])

@@ -24,7 +24,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def test_sharded_vit_example_equals_one_process_and_bf16_is_close(world: World, data: Path, tmp_path: Path) -> None:
+def test_sharded_vit_example_matches_single_process_run_and_bf16_is_close(
+    world: World, data: Path, tmp_path: Path
+) -> None:
     paths = {name: tmp_path / f"{name}.csv" for name in ("one", "split", "half")}
     flags = {name: [*FLAGS, "--data", str(data), "--curve", str(path)] for name, path in paths.items()}
     printed = run_example("amp_vit", *flags["one"], "--precision", "fp32")

@@ -44,7 +44,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"]),
     ],
 )
-def test_digits_example_on_each_topology_equals_one_process(
+def test_digits_example_on_several_topologies_matches_single_process_run(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
@@ -127,7 +127,9 @@ def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
-def test_compare_norms_example_prints_exact_meshstep_norm_on_each_topology(world: World, topology: str) -> None:
+def test_compare_norms_example_measures_dense_norm_with_meshstep_on_several_topologies(
+    world: World, topology: str
+) -> None:
     for truth, rows in world.run(4, compare_norms, topology):
         *others, (method, norm) = rows
         assert method.startswith("meshstep, bias declared P(")

@@ -12,7 +12,7 @@ from meshstep.amp import NaiveFp16
 from on_gpu import nobody_waits
 
 
-def test_long_run_keeps_memory_constant_and_synchronizes_in_first_tenth_only(device: torch.device) -> None:
+def test_long_run_keeps_memory_constant_without_host_synchronization_after_first_tenth(device: torch.device) -> None:
     steps = 10_000 if device.type == "cuda" else 200
     # The loss scale grows between two overflows, and falls at each overflow.
     run = Run(Setting(NaiveFp16(init_scale=2.0**8, growth_interval=10, hysteresis=1), {"max_norm": 0.5}), device)

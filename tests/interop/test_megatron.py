@@ -240,7 +240,7 @@ def refused_mla(options: dict[str, Any]) -> str:
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("duplicated", [False, True], ids=["sharded", "duplicated"])
-def test_multi_latent_attention_needs_rope_sum_unless_duplicated_and_sequence_parallel(
+def test_multi_latent_attention_needs_sum_rope_gradients_unless_duplicated_and_sequence_parallel(
     world: World, duplicated: bool, sequence_parallel: bool
 ) -> None:
     options = {"duplicated": duplicated, "sequence_parallel": sequence_parallel}

@@ -229,7 +229,7 @@ COLUMNS = ["q_proj", "k_proj", "up_proj"]
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"modules_to_save": ["q_norm", "k_norm"]}])
-def test_peft_on_column_parallel_layers_trains_like_unsharded(
+def test_peft_on_column_parallel_layers_trains_like_unsharded_model(
     world: World, saved: Callable[[str], str], options: dict[str, Any]
 ) -> None:
     path = saved("qwen3")
@@ -321,7 +321,7 @@ FILES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_saved_adapter_gives_equal_logits_in_peft_and_on_other_layouts(
+def test_saved_adapter_gives_equal_logits_in_peft_and_on_another_layout(
     world: World, saved: Callable[[str], str], tmp_path: Path, case: str
 ) -> None:
     path, (targets, options) = saved("llama"), FILES[case]
@@ -388,7 +388,7 @@ def refused_files(path: str, folder: str) -> list[str]:
         return found
 
 
-def test_adapter_file_with_other_alpha_layers_or_rank_is_rejected(
+def test_adapter_file_with_different_alpha_layers_or_lora_rank_is_rejected(
     world: World, saved: Callable[[str], str], tmp_path: Path
 ) -> None:
     for alpha, layers, r in world.run(2, refused_files, saved("llama"), str(tmp_path / "adapter")):

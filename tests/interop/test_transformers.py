@@ -112,7 +112,7 @@ def test_sharded_transformers_model_trains_like_unsharded_model(
 # (2, 1, 2) must be last: a later case with an equal mesh would get its groups from torch's cache, although they belong to a
 # destroyed default group.
 @pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2), (2, 2, 4), (2, 1, 2)])
-def test_transformers_experts_on_other_mesh_train_like_unsharded_model(
+def test_transformers_experts_on_a_separate_mesh_train_like_unsharded_model(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
     """Dense layers are sharded over fsdp x tp.
@@ -133,7 +133,7 @@ def in_modes(path: str, mesh: Mesh) -> list[Trained]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_sharded_model_in_float32_and_bfloat16_trains_like_float64(
+def test_sharded_model_in_float32_or_bfloat16_trains_like_unsharded_float64_model(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
     path = saved("qwen3")

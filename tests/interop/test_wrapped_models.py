@@ -168,6 +168,6 @@ def with_new_norm(path: str) -> str:
     return str(error.value)
 
 
-def test_parameter_replaced_after_for_model_raises(world: World, path: str) -> None:
+def test_step_raises_if_parameter_was_replaced_after_for_model(world: World, path: str) -> None:
     for text in world.run(2, with_new_norm, path):
         assert "will never step, on ranks 0-1: model.norm.weight. " in text

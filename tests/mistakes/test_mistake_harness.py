@@ -151,7 +151,9 @@ def test_mistake_harness_accepts_the_stated_outcome(script: Script, outcome: Out
         (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),
     ],
 )
-def test_mistake_harness_rejects_other_outcomes(script: Script, outcome: Outcome, text: str, world: World) -> None:
+def test_mistake_harness_rejects_outcomes_that_differ_from_the_stated_one(
+    script: Script, outcome: Outcome, text: str, world: World
+) -> None:
     with pytest.raises(AssertionError, match=re.escape(text)):
         check(Mistake(script, "data=2", outcome, "nothing"), world)
 

@@ -99,7 +99,7 @@ def test_axes_take_the_role_of_their_alias() -> None:
         ),
     ],
 )
-def test_invalid_aliases_raise_errors_with_advice(call: Callable[[], object], message: str) -> None:
+def test_invalid_alias_or_axis_argument_raises_value_error(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

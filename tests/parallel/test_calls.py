@@ -154,7 +154,7 @@ def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
 
 @pytest.mark.default_cases(99)  # a case starts no process
 @pytest.mark.parametrize("name", IN_A_MODEL)
-def test_timeout_error_of_model_collective_names_calls_of_all_ranks(name: str, waited: Ended) -> None:
+def test_timeout_error_of_model_collective_shows_code_that_other_rank_executes(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
     assert error.startswith(f"rank 0 got no reply in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: {cause}" in error
@@ -181,7 +181,7 @@ def test_timeout_error_names_calls_of_all_ranks_if_they_differ(waited: Ended) ->
             assert re.search(said, error.replace("ranks 1-2: in save", f"rank {other}: in save"))
 
 
-def test_ranks_in_different_calls_of_one_gather_raise_before_timeout(world: World, tmp_path: Path) -> None:
+def test_save_checkpoint_on_one_rank_and_load_on_another_raises_before_timeout(world: World, tmp_path: Path) -> None:
     for error, _, seconds in world.run(2, saving_and_loading, tmp_path):
         assert error == (f"ranks meet in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
         assert seconds < 60.0, "waited for the timeout"

@@ -74,7 +74,7 @@ def numpy_state() -> list[int]:
     shuffle=st.booleans(),
 )
 @example(samples=25, batch_size=3, ranks=4, drop=False, shuffle=True)  # 1 sample is left for 4 ranks
-def test_sampler_yields_each_sample_once_in_equally_many_batches(
+def test_sampler_gives_ranks_disjoint_samples_in_equally_many_batches(
     samples: int, batch_size: int, ranks: int, drop: bool, shuffle: bool
 ) -> None:
     options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop, "seed": 3}

@@ -95,7 +95,7 @@ def stock_norms(case: Case, marked: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("case", GRIDS)
-def test_mark_model_parallel_makes_norm_of_deepspeed_exact(world: World, case: Case) -> None:
+def test_norm_of_deepspeed_after_mark_model_parallel_matches_dense_norm(world: World, case: Case) -> None:
     expected = [case.dense_norm(p) for p in (1.0, 2.0, inf)]
     for found in world.run(4, stock_norms, case, True):
         assert found == pytest.approx(expected, rel=1e-6)

@@ -222,7 +222,7 @@ def test_read_environment_recognizes_each_launcher(variables: dict[str, str], ex
     assert read_environment(variables) == expected
 
 
-def test_default_port_differs_between_slurm_jobs() -> None:
+def test_default_port_differs_between_most_slurm_jobs() -> None:
     ports = {read_environment({**slurm(0), "SLURM_JOB_ID": str(job)}).port for job in range(50)}
     assert len(ports) > 45
     assert all(20_000 <= port < 30_000 for port in ports)
@@ -449,7 +449,7 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
         (None, "2", ""),
     ],
 )
-def test_store_prefix_contains_restart_count_only_on_one_node(
+def test_store_prefix_contains_restart_count_only_in_single_node_jobs(
     environment: Callable[[Mapping[str, str]], None], nodes: str | None, restarts: str | None, prefix: str
 ) -> None:
     variables = {"GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RESTART_COUNT": restarts}

@@ -181,7 +181,7 @@ def launched(ended: dict[str, Ended]) -> list[Outcomes]:
     return [found[str(rank)] for rank in range(LAUNCHED)]
 
 
-def test_tests_with_ranks_fixture_pass_fail_or_skip_as_planned_in_pool_of_workers(ended: dict[str, Ended]) -> None:
+def test_user_tests_with_ranks_fixture_have_planned_outcomes_in_a_pool(ended: dict[str, Ended]) -> None:
     found, printed = ended["pool"]
     assert [*found] == ["pool"], printed
     for name, (outcome, text) in found["pool"].items():
@@ -235,7 +235,9 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
         ),
     ],
 )
-def test_each_launched_process_reports_why_a_test_failed(launched: list[Outcomes], test: str, texts: list[str]) -> None:
+def test_each_launched_process_reports_why_a_test_failed_or_was_skipped(
+    launched: list[Outcomes], test: str, texts: list[str]
+) -> None:
     for of_rank, text in zip(launched, texts, strict=True):
         assert text in of_rank[test][1]
 

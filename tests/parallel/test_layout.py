@@ -66,7 +66,7 @@ def test_local_shape_and_full_shape_are_inverse(full: tuple[int, ...], spec: P, 
     assert full_shape(local, spec, topology) == full
 
 
-def test_indivisible_dims_raise_errors_with_advice() -> None:
+def test_local_shape_of_indivisible_dim_raises_value_error() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(
         ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")
@@ -145,7 +145,7 @@ def test_first_named_axis_of_a_sharded_dim_varies_slowest(world: World) -> None:
     assert world.run(4, pieces, P("col", owned={"row": "col"})) == [[0, 1, 2, 3], [], [], [4, 5, 6, 7]]
 
 
-def test_uneven_dim_is_sharded_like_torch_chunk() -> None:
+def test_local_shape_of_uneven_dim_on_last_rank_follows_torch_chunk() -> None:
     topology, at = Topology(row=2, col=3), {"row": 1, "col": 2}
     # `row` divides the 7 rows into 4 + 3, and `col` divides the 3 rows into 1 + 1 + 1.
     assert local_shape((7, 4), P(("row", "col")), topology, at) == (1, 4)

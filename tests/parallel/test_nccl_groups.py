@@ -110,7 +110,7 @@ def devices_of_groups() -> tuple[torch.device | None, torch.device, torch.device
         world.bound_device_id = None
 
 
-def test_registry_device_is_the_device_bound_to_the_default_group(world: World) -> None:
+def test_nccl_registry_takes_the_device_bound_to_the_default_group(world: World) -> None:
     chosen = torch.device("cuda", 3)
     assert world.run(2, devices_of_groups) == [(chosen, chosen, torch.device("cpu"))] * 2
 
@@ -125,7 +125,7 @@ def device_without_backend(config: str) -> torch.device:
         return registry.device
 
 
-def test_registry_without_backend_takes_device_from_default_group(world: World) -> None:
+def test_registry_without_backend_chooses_device_by_backend_of_default_group(world: World) -> None:
     assert world.run(2, device_without_backend, "cpu:gloo,cuda:nccl") == [torch.device("cuda", 2)] * 2
     assert world.run(2, device_without_backend, "gloo") == [torch.device("cpu")] * 2
 

@@ -239,7 +239,7 @@ def test_pool_rejects_unpicklable_call_or_invalid_size_and_keeps_processes(pool:
     assert pool.run(Local.of_a_class, 2) == [2, 2]
 
 
-def test_unpicklable_result_is_an_error_of_its_rank() -> None:
+def test_unpicklable_result_raises_ranks_error() -> None:
     with RankPool() as pool, pytest.raises(RanksError, match=r"returned lock, which can't be sent back"):
         pool.run(returns_a_lock, 1)
 
@@ -310,7 +310,7 @@ def test_script_without_main_guard_gets_error_that_asks_for_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_functions_of_test_files_run_in_each_pytest_import_mode(tmp_path: Path, mode: str) -> None:
+def test_functions_of_test_files_run_in_import_modes_prepend_and_importlib(tmp_path: Path, mode: str) -> None:
     folder = tmp_path / "deep" / "er"
     folder.mkdir(parents=True)
     test = SCRIPT.partition("if __name__")[0] + "def test(ranks):\n    assert ranks.run(total, 2, 1.0) == [3.0, 3.0]\n"

@@ -54,7 +54,7 @@ def ask_in_own_order(topology: Topology, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("topology", [Topology(data=2, tensor=2), CUBE, Topology(pipe=4, tensor=2)])
-def test_ranks_may_make_groups_in_any_order(world: World, topology: Topology, seed: int) -> None:
+def test_ranks_may_make_groups_in_different_orders(world: World, topology: Topology, seed: int) -> None:
     world.run(topology.world_size, ask_in_own_order, topology, seed)
 
 
@@ -150,7 +150,7 @@ def two_registries_in_turn_and_together() -> None:
     third.close()
 
 
-def test_collectives_of_two_registries_are_correct_in_turn_and_concurrently(world: World) -> None:
+def test_registries_open_at_the_same_time_have_own_groups_with_correct_sums(world: World) -> None:
     world.run(8, two_registries_in_turn_and_together)
 
 
@@ -167,7 +167,7 @@ def ordinary_group_afterwards() -> float:
     return value.item()
 
 
-def test_torch_new_group_collective_succeeds_beside_registry(world: World) -> None:
+def test_torch_new_group_succeeds_after_registry_made_a_group_on_one_rank(world: World) -> None:
     assert world.run(4, ordinary_group_afterwards) == [4.0] * 4
 
 
@@ -318,7 +318,7 @@ def bad_topologies() -> None:
             ProcessGroupRegistry(topology)
 
 
-def test_registry_rejects_topology_of_other_world_size(world: World) -> None:
+def test_registry_rejects_topology_with_wrong_world_size(world: World) -> None:
     world.run(4, bad_topologies)
 
 
@@ -347,7 +347,7 @@ def bad_requests() -> None:
                 call()
 
 
-def test_invalid_group_requests_raise_errors_with_advice(world: World) -> None:
+def test_registry_methods_reject_invalid_axes_or_ranks(world: World) -> None:
     world.run(4, bad_requests)
 
 
@@ -360,7 +360,7 @@ def one_rank_disagrees() -> str:
     return ""
 
 
-def test_topologies_that_differ_between_ranks_are_rejected(world: World) -> None:
+def test_topologies_that_differ_between_ranks_raise_on_at_least_one_rank(world: World) -> None:
     messages = [message for message in world.run(4, one_rank_disagrees) if message]
     # The rank that constructs its registry first sets the topology: if that is rank 2, the other ranks raise; else
     # rank 2 raises.
@@ -468,7 +468,7 @@ def test_deepcopy_of_registry_returns_same_object() -> None:
     assert copy.deepcopy({"registry": registry})["registry"] is registry
 
 
-def test_pickled_registry_loads_as_open_registry_of_the_same_topology() -> None:
+def test_unpickling_returns_the_open_registry_or_a_new_one_after_close() -> None:
     registry = ProcessGroupRegistry(Topology(), timeout=timedelta(seconds=1234))  # no other test has this timeout
     assert pickle.loads(pickle.dumps(registry)) is registry
     registry.close()

@@ -82,13 +82,13 @@ def block_equals_dense(size: int, bias: bool, dtype: torch.dtype, sequence_paral
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_mlp_block_matches_dense(
+def test_1d_mlp_block_matches_dense_block(
     world: World, size: int, bias: bool, dtype: torch.dtype, sequence_parallel: bool
 ) -> None:
     world.run(size, block_equals_dense, size, bias, dtype, sequence_parallel)
 
 
-def test_mlp_block_matches_dense_in_one_process() -> None:
+def test_1d_mlp_block_in_one_process_matches_dense_block() -> None:
     block_equals_dense(1, True, torch.float64, False)
     block_equals_dense(1, True, torch.float64, True)
 
@@ -118,7 +118,7 @@ def full_activations_outside() -> None:
         assert_same_grads(layers, dense, registry)
 
 
-def test_1d_layers_with_full_inputs_and_outputs_match_dense(world: World) -> None:
+def test_1d_layers_with_full_inputs_and_outputs_match_dense_layers(world: World) -> None:
     world.run(4, full_activations_outside)
 
 
@@ -157,7 +157,7 @@ def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
 @pytest.mark.parametrize("gather_output", [False, True])
-def test_fused_column_linear_shards_each_block_and_matches_dense(
+def test_fused_column_linear_shards_each_block_and_matches_dense_linear(
     world: World, sizes: tuple[int, ...], gather_output: bool
 ) -> None:
     world.run(4, fused_layers, sizes, gather_output)
@@ -215,7 +215,7 @@ def embedding_equals_dense(size: int, dtype: torch.dtype, sequence_parallel: boo
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_vocab_parallel_embedding_matches_dense(world: World, size: int, sequence_parallel: bool) -> None:
+def test_vocab_parallel_embedding_matches_dense_embedding(world: World, size: int, sequence_parallel: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(size, embedding_equals_dense, size, dtype, sequence_parallel)
 
@@ -373,7 +373,7 @@ def autocast_and_half() -> None:
                 assert_near(output, dense_block(True, dtype).float()(x.to(dtype).float()))
 
 
-def test_mlp_block_matches_dense_in_autocast_and_half_precision(world: World) -> None:
+def test_1d_mlp_block_matches_dense_block_in_autocast_and_half_precision(world: World) -> None:
     world.run(2, autocast_and_half)
 
 
@@ -415,7 +415,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_mlp_block_and_loss_issue_expected_collectives(world: World) -> None:
+def test_1d_mlp_block_and_loss_issue_expected_collectives(world: World) -> None:
     plain, sequence, loss = world.run(2, counted)[0]
     assert plain == {"all_reduce": 2}
     assert sequence == {"all_gather_single": 2, "reduce_scatter_single": 2}

@@ -102,17 +102,17 @@ def linear_equals_dense(topology: Topology, layout: BiasLayout | None, dtype: to
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_linear_2d_matches_dense(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
+def test_linear_2d_matches_dense_linear(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
     world.run(4, linear_equals_dense, GRID, layout, dtype)
 
 
-def test_linear_2d_matches_dense_in_one_process() -> None:
+def test_linear_2d_in_one_process_matches_dense_linear() -> None:
     for layout in LAYOUTS:
         linear_equals_dense(Topology(row=1, col=1), layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["row0", "all"])
-def test_linear_2d_matches_dense_on_nine_ranks(world: World, layout: BiasLayout) -> None:
+def test_linear_2d_on_nine_ranks_matches_dense_linear(world: World, layout: BiasLayout) -> None:
     world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
 
 
@@ -139,7 +139,7 @@ def fused_equals_dense(layout: BiasLayout | None, sizes: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
-def test_fused_linear_2d_matches_dense(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+def test_fused_linear_2d_matches_dense_linear(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
     world.run(4, fused_equals_dense, layout, sizes)
 
 
@@ -206,7 +206,7 @@ def layer_norm_equals_dense(topology: Topology, dtype: torch.dtype, bias: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_2d_matches_dense(world: World, dtype: torch.dtype, bias: bool) -> None:
+def test_layer_norm_2d_matches_dense_layer_norm(world: World, dtype: torch.dtype, bias: bool) -> None:
     world.run(4, layer_norm_equals_dense, GRID, dtype, bias)
     world.run(2, layer_norm_equals_dense, Topology(row=1, col=2), dtype, bias)
     world.run(1, layer_norm_equals_dense, Topology(row=1, col=1), dtype, bias)
@@ -252,7 +252,7 @@ def embedding_equals_dense(topology: Topology, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_embedding_2d_matches_dense(world: World, dtype: torch.dtype) -> None:
+def test_embedding_2d_matches_dense_embedding(world: World, dtype: torch.dtype) -> None:
     world.run(4, embedding_equals_dense, GRID, dtype)
     world.run(2, embedding_equals_dense, Topology(row=2, col=1), dtype)
     world.run(1, embedding_equals_dense, Topology(row=1, col=1), dtype)
@@ -284,7 +284,7 @@ def classifier_equals_dense(topology: Topology, dtype: torch.dtype, tied: bool) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_classifier_2d_matches_dense_with_and_without_tied_embedding(world: World, tied: bool) -> None:
+def test_classifier_2d_with_and_without_tied_embedding_matches_dense_model(world: World, tied: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(4, classifier_equals_dense, GRID, dtype, tied)
     world.run(1, classifier_equals_dense, Topology(row=1, col=1), torch.float64, tied)
@@ -357,7 +357,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("topology", RECTANGLES, ids=repr)
 @pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # 7 and 11 are divisible by no axis size above 1
-def test_2d_layers_match_dense_on_other_grids_and_with_uneven_shards(
+def test_2d_layers_match_dense_layers_on_rectangular_grids_and_with_uneven_shards(
     world: World, topology: Topology, dims: tuple[int, int]
 ) -> None:
     world.run(topology.world_size, layers_equal_dense, topology, dims)
@@ -378,7 +378,7 @@ def uneven_cross_entropy(topology: Topology) -> None:
         assert_near(unshard(local.grad, spec, registry), grad_of(reference))
 
 
-def test_cross_entropy_2d_matches_torch_with_uneven_classes(world: World) -> None:
+def test_cross_entropy_2d_of_unevenly_sharded_classes_matches_torch(world: World) -> None:
     world.run(6, uneven_cross_entropy, Topology(row=2, col=3))
 
 
@@ -455,7 +455,7 @@ def unsharded_block(full: Tensor) -> Tensor:
     return result.detach()
 
 
-def test_2d_block_with_other_axis_names_matches_dense_in_low_precision(world: World) -> None:
+def test_2d_block_with_custom_axis_names_matches_dense_block_in_low_precision(world: World) -> None:
     world.run(4, low_precision)
 
 

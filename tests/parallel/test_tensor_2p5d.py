@@ -82,7 +82,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_2p5d_layers_match_dense(world: World, name: str) -> None:
+def test_2p5d_layers_match_dense_layers(world: World, name: str) -> None:
     for dims in ((6, 12), (7, 9)):  # 7 and 9 are not divisible by 2
         world.run(TOPOLOGIES[name].world_size, layers_equal_dense, TOPOLOGIES[name], dims)
 
@@ -114,7 +114,7 @@ def other_names() -> None:
             Linear2D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
 
 
-def test_2p5d_layers_accept_other_axis_names(world: World) -> None:
+def test_linear_2d_with_depth_accepts_custom_axis_names(world: World) -> None:
     world.run(4, other_names)
 
 

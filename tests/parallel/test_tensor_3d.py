@@ -82,7 +82,7 @@ def layers_equal_dense(topology: Topology, features: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("name", CUBES)
-def test_3d_layers_match_dense(world: World, name: str) -> None:
+def test_3d_layers_match_dense_layers(world: World, name: str) -> None:
     for features, outputs in ((12, 24), (7, 9)):  # 7 and 9 are not divisible by 2
         world.run(CUBES[name].world_size, layers_equal_dense, CUBES[name], features, outputs)
 
@@ -126,7 +126,7 @@ def tied() -> None:
         assert sum(1 for _ in nn.ModuleList([table, head]).parameters()) == (table.weight is not None)
 
 
-def test_classifier_3d_tied_to_embedding_matches_dense(world: World) -> None:
+def test_classifier_3d_tied_to_embedding_matches_dense_model(world: World) -> None:
     world.run(8, tied)
 
 
@@ -174,7 +174,7 @@ def low_precision() -> None:
             assert_near(output, expected, torch.bfloat16)
 
 
-def test_3d_layers_match_dense_in_autocast_and_half_precision(world: World) -> None:
+def test_3d_model_matches_dense_model_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 

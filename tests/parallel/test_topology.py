@@ -162,7 +162,7 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
     ],
 )
-def test_invalid_topologies_raise_errors_with_advice(call: Callable[[], object], message: str) -> None:
+def test_invalid_topologies_and_queries_raise_value_error(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -264,7 +264,7 @@ def test_topology_table_shows_the_grid_and_all_groups() -> None:
     "topology", [BIG, Topology(data=2**20), Topology(roles=None, **dict.fromkeys("abcdefghij", 4))]
 )
 @pytest.mark.parametrize("rank", [None, 77_777])
-def test_topology_table_of_a_large_world_fits_on_a_screen(topology: Topology, rank: int | None) -> None:
+def test_topology_table_of_a_large_world_has_at_most_64_lines(topology: Topology, rank: int | None) -> None:
     lines = topology.table(rank).splitlines()
     assert len(lines) <= 64
     assert max(map(len, lines)) <= 110

@@ -12,7 +12,7 @@ from meshstep.parallel.mesh.value_checks import check_like
 
 @pytest.mark.parametrize("like", [1.0, 2, math.nan, torch.tensor(1.0)])
 @pytest.mark.parametrize("value", [torch.ones(3), torch.ones(0), torch.full((2,), math.nan), "1", True, 10**400])
-def test_check_like_rejects_value_that_is_not_one_number(value: Any, like: Any) -> None:
+def test_check_like_rejects_value_that_is_not_one_float64_number(value: Any, like: Any) -> None:
     with pytest.raises(ValueError, match=r"lr is .*; expected a number in the range of float64 that is not NaN"):
         check_like(value, like, "lr")
 
@@ -65,11 +65,11 @@ REJECTED: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "like"), ACCEPTED)
-def test_check_like_accepts_values_of_the_same_structure(value: Any, like: Any) -> None:
+def test_check_like_accepts_values_of_compatible_structure(value: Any, like: Any) -> None:
     check_like(value, like, "field")
 
 
 @pytest.mark.parametrize(("value", "like", "message"), REJECTED)
-def test_check_like_names_the_place_with_another_structure(value: Any, like: Any, message: str) -> None:
+def test_check_like_error_names_the_invalid_field(value: Any, like: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_like(value, like, "field")

@@ -127,7 +127,8 @@ class MasterWeights:
         if duplicate is not None:
             del self.optimizer.param_groups[-1]
             raise ValueError(
-                f"{label_of(duplicate)} already has a master in this optimizer; leave it out of the new param group"
+                f"{label_of(duplicate)} already has a master weight in this optimizer; leave this parameter out of the new "
+                "param group"
             )
         self.refresh()
 
@@ -153,15 +154,18 @@ class MasterWeights:
         self._check_weights()
         for param in self._frozen:
             if param.grad is not None and (check_unfrozen or not param.requires_grad):
-                write = "call refresh() after unfreezing" if param.requires_grad else "set its .grad to None"
+                write = (
+                    "call MasterWeights.refresh() after unfreezing" if param.requires_grad else "set its .grad to None"
+                )
                 raise RuntimeError(
-                    f"{label_of(param)} has a gradient, but was frozen when the masters were created; {write}"
+                    f"{label_of(param)} has a gradient, but was frozen when the master weights were created; {write}"
                 )
         for param, master in self.pairs:
             if master.grad is None and hasattr(param.grad, _COLLECTED):
                 raise RuntimeError(
-                    f"the gradient of {label_of(param)} still contains the gradient of an earlier step, because the "
-                    "optimizer's zero_grad() clears only the masters' gradients; call MasterWeights.zero_grad() instead"
+                    f"the gradient of {label_of(param)} still contains the gradient of an earlier step, because "
+                    "zero_grad() of the torch optimizer clears only the gradients of master weights; call "
+                    "zero_grad() of the ParallelOptimizer or MasterWeights instead"
                 )
         grads = [param.grad for param, _ in self.pairs]
         cast: dict[int, Tensor] = {}
@@ -267,8 +271,9 @@ class MasterWeights:
             if param._version != self._versions[id(param)] or (moved and addresses[index] != self._addresses[index]):
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
-                        f"{label_of(param)} was changed since the last step, and the next step would restore the master's "
-                        "old weights; call reload_from_model() after loading or changing the model's weights"
+                        f"{label_of(param)} was changed since the last step, and the next step would restore the old "
+                        "weights from the master weight; call reload_from_model() after loading or changing the model's "
+                        "weights"
                     )
                 self._versions[id(param)] = param._version  # changed in place, but to equal values
         self._addresses = addresses
@@ -323,7 +328,7 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
-        raise wrong("masters", saved, "a dict")
+        raise wrong("the entry 'masters' of the state", saved, "a dict")
     if saved is None:
         raise ValueError(
             "the state has no master weights, so it was saved in a precision mode without them: use that mode; or load the "
@@ -331,17 +336,16 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         )
     if saved.keys() != masters.keys():
         raise ValueError(
-            f"the state has {len(saved)} masters, at positions {_shorten(saved)}, but the optimizer has {len(masters)} "
-            f"masters, at positions {_shorten(masters)}; make the optimizer with the param groups and the precision mode "
-            "of the run that saved the state"
+            f"the state has {_describe(saved)}, but the optimizer has {_describe(masters)}; make the optimizer with the "
+            "param groups and the precision mode of the run that saved the state"
         )
     for position, master in masters.items():
         if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():
-            raise wrong(f"master {position}", saved[position], "a tensor of floats")
+            raise wrong(f"master weight {position} of the state", saved[position], "a tensor of floats")
         if saved[position].shape != master.shape:
             raise ValueError(
-                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has shape "
-                f"{tuple(master.shape)}; load the state on the topology and rank that saved it"
+                f"the saved master weight {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "
+                f"shape {tuple(master.shape)}; load the state on the topology and rank that saved it"
             )
     return saved
 
@@ -353,9 +357,11 @@ def use_main_grad_(param: Tensor) -> None:
     param.grad = None if grad is None else grad.float()
 
 
-def _shorten(positions: Mapping[int, object]) -> str:
-    shown = ", ".join(map(str, list(positions)[:5]))
-    return shown + (", ..." if len(positions) > 5 else "") or "none"
+def _describe(positions: Mapping[int, object]) -> str:
+    """Return a text such as ``"2 master weights, at positions 0, 3"``."""
+    number = f"{len(positions)} master weight{'s' if len(positions) != 1 else ''}"
+    shown = ", ".join(map(str, list(positions)[:5])) + (", ..." if len(positions) > 5 else "")
+    return f"{number}, at position{'s' if len(positions) != 1 else ''} {shown}" if positions else number
 
 
 # Optimizer states: tensors with one value per parameter element, and numbers that all elements of a parameter share ---

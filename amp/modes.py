@@ -92,8 +92,8 @@ class Precision(ABC):
         for name, module in model.named_modules():
             if (mode := getattr(module, _MARK, None)) is not None:
                 raise ValueError(
-                    f"{name or type(model).__name__} has already been prepared for {mode!r}; a model can be prepared "
-                    f"only once, so build a new model for {self.name!r}"
+                    f"{name or type(model).__name__} has already been prepared for {mode!r}; a model can be prepared for a "
+                    f"precision mode only once, so build a new model for {self.name!r}"
                 )
         self._prepare(model, registry)
         setattr(model, _MARK, self.name)
@@ -149,7 +149,8 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
     """
     if MODES.setdefault(mode.name, mode) is not mode:
         raise ValueError(
-            f"the mode name {mode.name!r} belongs to {MODES[mode.name].__name__}; give {mode.__name__} another name"
+            f"the precision mode name {mode.name!r} belongs to {MODES[mode.name].__name__}; give {mode.__name__} another "
+            "name"
         )
     return mode
 
@@ -177,7 +178,9 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
         return MODES[precision]()
     ordered = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
     names = ", ".join(repr(name) for name in ordered if name in MODES)
-    raise ValueError(f"{argument}={precision!r} is not a mode; choose from {names}, or give an object such as Bf16()")
+    raise ValueError(
+        f"{argument}={precision!r} is not a precision mode; choose from {names}, or give an object such as Bf16()"
+    )
 
 
 # Modes ----------------------------------------------------------------------------------------------------------------
@@ -288,8 +291,9 @@ class Bf16(Precision):
     def __post_init__(self) -> None:
         if self.split_masters and self.stochastic_rounding:
             raise ValueError(
-                "Bf16(stochastic_rounding=True, split_masters=True): stochastic rounding has no masters to split; leave "
-                "out split_masters (6 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, exact)"
+                "Bf16(stochastic_rounding=True, split_masters=True): stochastic rounding has no master weights to split; "
+                "leave out split_masters (6 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, "
+                "exact)"
             )
         if self.split_masters and not self.main_grads:
             raise ValueError(

@@ -143,19 +143,20 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
     last = bounds[-1] - bounds[-2] if len(bounds) > 1 else 0
     if last >= ranks:
         return bounds
-    given = f"{samples} samples in batches of {batch_size} on {ranks} data coordinates"
+    given = f"{samples} sample{'s' if samples != 1 else ''} with batch_size={batch_size} and data-parallel size {ranks}"
     if not last:
+        smaller = ", a smaller batch_size, or drop_last=False" if samples >= ranks else ""
         raise ValueError(
-            f"{given}{', drop_last=True' * drop_last}: an epoch would have no step; give more samples or smaller batches"
+            f"{given}{', drop_last=True' * drop_last}: an epoch would have no step; give more samples{smaller}"
         )
     if len(bounds) == 2:
         raise ValueError(
-            f"{given}: there are fewer samples than data coordinates, so the batch of a coordinate would be empty; "
-            f"give at least {ranks} samples, or use fewer data ranks"
+            f"{given}: there are fewer samples than data-parallel ranks, so a rank would get an empty batch; give at least "
+            f"{ranks} samples, or use fewer data-parallel ranks"
         )
     raise ValueError(
-        f"{given}: the last step has only {last} samples, so the batch of a coordinate would be empty; give "
-        "drop_last=True, a larger batch_size or more samples"
+        f"{given}: the last step has fewer samples ({last}) than data-parallel ranks, so a rank would get an empty batch; "
+        "give drop_last=True, a larger batch_size or more samples"
     )
 
 
@@ -317,8 +318,8 @@ class ShardedDataLoader(DataLoader[T]):
         _, *stops = self._sampler.bounds_from(0)
         if not 0 <= batches < max(len(stops), 1):
             raise ValueError(
-                f"batches={batches} is out of range, because an epoch has {len(stops)} batches; give a number from 0 to "
-                f"{max(len(stops), 1) - 1}; for the end of an epoch give the next epoch and batches=0"
+                f"batches={batches} is out of range for an epoch with len(loader)={len(stops)}; give a number from 0 to "
+                f"{max(len(stops), 1) - 1}, or for the end of an epoch the next epoch and batches=0"
             )
         return {"epoch": epoch, "position": stops[batches - 1] if batches else 0, **self._order()}
 
@@ -348,8 +349,8 @@ class ShardedDataLoader(DataLoader[T]):
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(
-                f"{dict(state_dict)} is not a state of this loader, because it lacks {', '.join(missing)}; give the "
-                "result of its state_dict()"
+                f"{dict(state_dict)} is not a state of this loader, because the keys {', '.join(map(repr, missing))} are "
+                "missing; give the result of loader.state_dict()"
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         for name in ("epoch", "position"):
@@ -439,9 +440,8 @@ def _length_of(dataset: object) -> int:
         problem = "is an iterable dataset" if isinstance(dataset, Sized) else "has no length"
         raise TypeError(
             f"{type(dataset).__name__} {problem}, but prepare_dataloader needs a length and samples by index; "
-            "give a map-style dataset, or use an "
-            "iterable dataset with torch's DataLoader and choose its samples by "
-            "registry.rank(*registry.topology.sample_axes)"
+            "give a map-style dataset, or use an iterable dataset with torch's DataLoader, and choose the samples of "
+            "each rank by registry.rank(*registry.topology.sample_axes)"
         )
     return len(dataset)
 

@@ -423,9 +423,10 @@ def _device(backend: str, local_rank: int) -> torch.device:
     if count == 1:  # some launchers make only one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
-        write = f"start at most {count} processes on it, or use" if count else "use"
+        write = f"start at most {count} processes per machine, or call" if count else "call"
         raise RuntimeError(
-            f"local rank {local_rank} has no device, because this machine has {count} CUDA devices; {write} backend='gloo'"
+            f"local rank {local_rank} has no device, because {count} CUDA devices are visible to this process; {write} "
+            "init_distributed(backend='gloo')"
         )
     return torch.device("cuda", local_rank)
 

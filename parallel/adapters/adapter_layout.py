@@ -420,8 +420,8 @@ def layout_of(
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(
-            f"{name} is a {type(base).__name__} without a weight of two dims; LoRA adapts linear "
-            "layers and embeddings, so leave this layer out, or write an adapter of your own"
+            f"{name} is a {type(base).__name__} without a weight of two dims; LoRA adapts linear layers and embeddings, so "
+            "leave this layer out of the adapted layers, or write an adapter of your own"
         )
     topology = registry.topology
     # `fully_shard` all-gathers a DTensor over its data axes before the forward, so the adapter is not sharded over them.
@@ -544,7 +544,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
         if _shards(declared, topology, stored) != _shards(expected, topology, stored):
             raise ValueError(
                 f"{name} is declared {declared}, but its base layer requires {expected}; call "
-                f"declare_adapters(model) last, or declare(model, {{{name!r}: {expected}}})"
+                f"declare_adapters(model) after all other declarations, or declare(model, {{{name!r}: {expected}}})"
             )
 
 

@@ -243,7 +243,7 @@ def grouped_layout_of(
         found = "does not exist" if weight is None else f"has shape {tuple(weight.shape)}"
         raise ValueError(
             f"{name}.{parameter} of a {type(base).__name__} {found}, but an adapter of several experts needs a parameter "
-            f"[experts, {'in, out' if is_transposed else 'out, in'}]; use LoRA for linear layers"
+            f"[experts, {'in, out' if is_transposed else 'out, in'}]; name such a parameter, or use LoRA for linear layers"
         )
     topology = registry.topology
     placed = weight_spec(weight, topology, f"{name}.{parameter}")

@@ -140,8 +140,9 @@ class LoRA(AroundBase):
         output = result[0] if isinstance(result, tuple) else result
         if has_dtensors((input, output)):
             raise TypeError(
-                f"LoRA of {type(self.base_layer).__name__} got a DTensor, but needs this rank's tensors; give the base "
-                "layer use_local_output=True, and pass it to_local() of the input"
+                f"LoRA of {type(self.base_layer).__name__} got a DTensor as input or as output of the base layer, but "
+                "needs plain tensors; pass input.to_local(), and set use_local_output=True in the base layer's "
+                "ParallelStyle, such as ColwiseParallel"
             )
         layout = self._layout
         if self.dropout and self.training and not layout.is_embedding:
@@ -523,9 +524,9 @@ def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
         raise ValueError(f"{name}: dropout={dropout} must be at least 0 and below 1; write dropout=0.05, for example")
     if dropout and layout.stacked:
         raise ValueError(
-            f"{name} has different experts along {' x '.join(layout.stacked)}, which draw different numbers of random "
-            "values, so replicas of other layers would get different masks; adapt this layer in another call of add_lora, "
-            "without dropout"
+            f"{name}: dropout={dropout} is not supported on a layer with different experts along "
+            f"{' x '.join(layout.stacked)}: experts draw different numbers of random values, so replicas of other layers "
+            "would get different dropout masks; adapt this layer in another call of add_lora, without dropout"
         )
 
 
@@ -548,7 +549,7 @@ def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, na
     if most != -least:
         raise ValueError(
             f"{name}: dropout needs the same masks on all ranks along {' x '.join(axes)}, but the states of torch's "
-            "default generator differ between them; call torch.manual_seed with the same seed on these ranks"
+            "default generator differ between these ranks; call torch.manual_seed with the same seed on these ranks"
         )
 
 
@@ -574,6 +575,7 @@ def _registry_for(base: nn.Module, registry: ProcessGroupRegistry | None, name: 
         return own
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"{name} is a {type(base).__name__}, which has no registry; pass the registry of the model as registry="
+            f"{name} is a {type(base).__name__}, which has no ProcessGroupRegistry; pass the registry of the model as "
+            "registry="
         )
     return ProcessGroupRegistry(Topology())

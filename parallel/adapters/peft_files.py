@@ -164,8 +164,8 @@ def load_adapter(
         for adapter in _adapters(model, adapter_name):
             if is_merged(adapter.module):
                 raise ValueError(
-                    f"the adapter of {adapter.name} is merged, so unmerge() would subtract other factors than merge() has "
-                    "added; call unmerge() before load_adapter"
+                    f"the adapter of {adapter.name} is merged, so a later unmerge() would subtract other factors than "
+                    "merge() has added; call unmerge() before load_adapter"
                 )
             names, of_adapter = _stored_parameters(adapter, model, registry)
             params += of_adapter
@@ -217,8 +217,8 @@ def _stored_parameters(
     names = expert_names(model, adapter.name, registry.size(*layout.stacked) if layout.stacked else 1)
     if names is None:
         raise ValueError(
-            f"{adapter.name} has different experts along {' x '.join(layout.stacked)}, but its name has no number of an "
-            "expert; put the experts of a rank into an nn.ModuleList, or use save_checkpoint"
+            f"{adapter.name} has different experts along {' x '.join(layout.stacked)}, but is in no nn.ModuleList that "
+            "numbers the experts; put the experts of a rank into an nn.ModuleList, or use save_checkpoint"
         )
     stored = [_without_prefix(name) for name in names]
     names = [_parameter_name(adapter, name) for name in stored]

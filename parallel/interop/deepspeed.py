@@ -182,7 +182,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
         if over or has_dtensors((param,)):
             raise ValueError(
                 f"{label_of(param)} ({spec}) is {f'sharded over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
-                "norm does not support; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
+                "norm does not support; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard the parameter"
             )
         pending = [axis for axis in spec.partial if topology.size(axis) > 1]
         if pending:

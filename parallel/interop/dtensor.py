@@ -83,7 +83,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
             dims[name] = axes
         elif ranks != (expected := topology.peers(mesh.get_rank(), name)):
             raise ValueError(
-                f"{label(tensor)} is on a device mesh whose dim {name!r} has ranks {ranks}, but the axis of "
+                f"{label(tensor)} is on a device mesh whose dim {name!r} has ranks {ranks}, but the axis of this name in "
                 f"{topology!r} has ranks {expected}; create the mesh with registry.device_mesh({name!r})"
             )
     return dims
@@ -412,8 +412,8 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     if not isinstance(grad, DTensor):
         if grad is not None:
             raise ValueError(
-                f"the gradient of {label(param)} is a {type(grad).__name__}, but the parameter is a DTensor; give it a "
-                "DTensor gradient, as autograd does"
+                f"the gradient of {label(param)} is a {type(grad).__name__}, but the parameter is a DTensor; set "
+                ".grad to a DTensor, as autograd does"
             )
         return _match_layout(param, piece, grad, to_sum) if to_sum else None
     if grad.placements != param.placements or (to_sum and (_partial_axes(piece) or settled_sums(piece))):
@@ -568,10 +568,10 @@ def _check(
     """
     if _is_sum(has):
         if axis not in summed:
-            hint = "redistribute it" if _is_shard(wanted) else f"declare the parameter P(partial={axis!r})"
+            hint = "redistribute the gradient" if _is_shard(wanted) else f"declare the parameter P(partial={axis!r})"
             raise ValueError(
-                f"{_describe_mismatch(param, axis, has, wanted)}; {hint}, or let ParallelOptimizer sum it, with the same "
-                "placements in every step"
+                f"{_describe_mismatch(param, axis, has, wanted)}; {hint}, or let ParallelOptimizer sum the gradient, which "
+                "needs the same placements in every step"
             )
     elif axis in declared:
         raise ValueError(

@@ -177,8 +177,9 @@ class Rules:
         pending = mean or self._is_summed(name, param)
         if split and pending and tensor:
             raise ValueError(
-                f"{name} is sharded over tensor (tensor_model_parallel), and also has a partial gradient over tensor "
-                "(sequence_parallel, average_gradients_across_tp_domain, or by its name); clear the wrong flag"
+                f"{name} is sharded over the tensor-parallel group (tensor_model_parallel=True), and also has a partial "
+                "gradient over this group (by sequence_parallel, average_gradients_across_tp_domain, or q_layernorm or "
+                "k_layernorm in its name); clear the wrong flag"
             )
         spec = P(*entries, partial=tensor if pending else (), tied=self._tied(name, param))
         return spec, self._topology.size(*tensor) if mean else 1
@@ -201,7 +202,8 @@ class Rules:
         if not 0 <= dim < param.dim() or stride < 1:
             raise ValueError(
                 f"{name} of shape {tuple(param.shape)} has tensor_model_parallel=True with partition_dim={dim} and "
-                f"partition_stride={stride}; set the dim that is sharded, and the number of blocks"
+                f"partition_stride={stride}; set partition_dim to the sharded dim, and partition_stride to the number of "
+                "blocks (1 for one block)"
             )
         entry: Entry = (blocks(tensor, stride),) if stride > 1 and tensor else tensor
         return (*((),) * dim, entry)
@@ -246,7 +248,7 @@ class Rules:
         return tuple(sorted(self._topology.coordinate_of(rank, pipe[0]) for rank in _ranks(embedding)))
 
 
-def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group") -> Axes:
+def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str) -> Axes:
     """Return the axes larger than 1 along which this rank's group consists of exactly the global ranks ``ranks``.
 
     The ranks may have any order. Errors name the group ``name``.
@@ -257,14 +259,15 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
     if registry.global_rank not in ranks:
         raise ValueError(
-            f"{name} has ranks {list(ranks)}, but this process is rank {registry.global_rank}; give each rank a group that "
-            "contains it"
+            f"process group {name} has ranks {list(ranks)}, but this process is rank {registry.global_rank}; give each "
+            "rank a group that contains this rank"
         )
     if axes is None:
         raise ValueError(
-            f"{name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of {registry.topology!r} have "
-            "these ranks; create the registry with meshstep.parallel.interop.megatron.registry_of(), or list the axes in "
-            "the order of Megatron's ranks, slowest first"
+            f"process group {name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of "
+            f"{registry.topology!r} have these ranks; create the registry with "
+            "meshstep.parallel.interop.megatron.registry_of(), or list the axes in the order of Megatron's ranks, slowest "
+            "first"
         )
     return axes
 
@@ -324,8 +327,8 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
         raise ValueError(
-            f"{name} has ranks {list(ranks)}, but the ranks of a group must be evenly spaced; pass the groups that "
-            "parallel_state created"
+            f"process group {name} has ranks {list(ranks)}, but the ranks of a group must be evenly spaced; pass the "
+            "groups that parallel_state created"
         )
     ((size, stride),) = steps
     return stride, stride * size

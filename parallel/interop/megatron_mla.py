@@ -65,8 +65,8 @@ def check_rope_gradients(model: nn.Module) -> None:
     for name, module in _modules_without_sum(model):
         layout = "sharded" if _is_down_sharded(module) else "replicated"
         raise ValueError(
-            f"the backward of {name} does not sum the gradient of its rotary keys over tensor (sequence_parallel="
-            f"{module.config.sequence_parallel}, linear_kv_down_proj {layout} over tensor); call "
+            f"the backward of {name} does not sum the gradient of its rotary keys over the tensor-parallel group "
+            f"(sequence_parallel={module.config.sequence_parallel}, linear_kv_down_proj {layout} over the group); call "
             "sum_rope_gradients(model) of meshstep.parallel.interop.megatron_mla first, or set sequence_parallel=True with "
             "a replicated linear_kv_down_proj"
         )

@@ -154,7 +154,7 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
         if _SUMMED in (plan.get(name), plan.get(_glob_of(name))) and not found.keys() & {*module.modules()}:
             raise ValueError(
                 f"{name} is {_SUMMED!r} in the plan, but its forward is not the forward that Transformers has set; create "
-                "the optimizer before you replace the module or its forward"
+                "the optimizer before you replace this module or its forward"
             )
     return found
 

@@ -195,17 +195,22 @@ class _Sharding:
         if self.class_axis is None or self.registry.size(self.class_axis) == 1:
             return maximum
         errors = (num_local, -num_local)  # the two maxima add up to 0 only if all ranks have the same number
+        also = ", or pass this number as classes= to cross_entropy_2d" if self.batch_axes else ""
+        message = (
+            f"the logits have different numbers of classes on the ranks along mesh axis {self.class_axis!r} (on this rank "
+            f"{num_local}); make the number of all classes divisible by the size of the axis{also}"
+        )
         if self.classes is not None:
             coordinate = self.registry.coordinate
             (expected,) = local_shape((self.classes,), P(self.class_axis), self.registry.topology, coordinate)
             errors = (abs(num_local - expected), 0)
+            message = (
+                f"classes={self.classes} does not fit the logits: along mesh axis {self.class_axis!r} each rank needs the "
+                f"classes of its torch.chunk (this rank needs {expected} and has {num_local}); pass the number of all "
+                "classes, and shard the classes with shard(..., uneven=True)"
+            )
         packed = torch.cat([maximum.reshape(-1), *(maximum.new_full((1,), error) for error in errors)])
         self.reduce_over_classes(packed, dist.ReduceOp.MAX)
-        message = (
-            f"the numbers of classes per rank along {self.class_axis!r} don't match (this rank has {num_local}, "
-            f"classes={self.classes}); pass the total number as classes= to cross_entropy_2d, and shard the classes as "
-            "torch.chunk does, or make the total divisible by the size of the axis"
-        )
         torch._assert_async(packed[-2:].sum() == 0, message)
         return packed[:-2].view(maximum.shape)
 

@@ -93,8 +93,8 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
     if len(spec.entries) > param.dim():
         label = name or f"parameter of shape {tuple(param.shape)}"
         raise ValueError(
-            f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
-            "give one entry per dim"
+            f"{label}: {spec} has more entries ({len(spec.entries)}) than the tensor has dims ({param.dim()}); give at "
+            "most one entry per dim"
         )
     setattr(param, ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
 
@@ -162,8 +162,8 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
             continue
         if len(spec.entries) > param.dim():
             raise ValueError(
-                f"{name}: {spec} has {len(spec.entries)} entries but the parameter has shape {tuple(param.shape)}; "
-                "give one entry per dim"
+                f"{name}: {spec} has more entries ({len(spec.entries)}) than the parameter of shape {tuple(param.shape)} "
+                "has dims; give at most one entry per dim"
             )
         full_shape = existing.full_shape if existing is not None and existing.spec == spec else None
         decided[name] = Annotation(spec, name, full_shape=full_shape, source=source)

@@ -311,8 +311,8 @@ def local_shape(
         if length % parts:
             sizes = " x ".join(f"{axis}={topology.size(axis)}" for axis in axes)
             raise ValueError(
-                f"{spec}: dim {dim} of shape {tuple(full_shape)} has length {length}, which doesn't divide over "
-                f"{sizes}; make it a multiple of {parts}"
+                f"{spec}: dim {dim} of shape {tuple(full_shape)} has length {length}, which is not divisible by {sizes}; "
+                f"make the length a multiple of {parts}"
             )
         shape.append(length // parts)
         spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # raises if the axes can't divide a block evenly
@@ -436,8 +436,8 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
     """
     if len(pieces) != topology.world_size:
         raise ValueError(
-            f"there are {len(pieces)} shards for {topology.world_size} ranks; give one entry per rank, None for a rank "
-            "without a shard"
+            f"the list of shards has length {len(pieces)}, but the world size is {topology.world_size}; give one entry per "
+            "rank, None for a rank without a shard"
         )
     spec.validate(len(spec.entries), topology)
     spec = spec.resolve(topology)
@@ -452,14 +452,16 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True))
         if not axes:
             raise ValueError(
-                f"{spec}: all ranks that hold this tensor have None; give the tensor of at least one of them"
+                f"{spec}: the list has None for all ranks that hold this tensor; give the tensor of at least one such rank"
             )
-        raise ValueError(f"{spec}: there is no shard of {where}; give the shard of a rank with this coordinate")
+        raise ValueError(
+            f"{spec}: the list has no shard of a rank at {where}; give the shard of a rank with this coordinate"
+        )
     distinct, coordinates = zip(*found.values(), strict=True)
-    kinds = sorted({f"{piece.dim()} dims of {piece.dtype}" for piece in distinct})
+    kinds = sorted({f"{piece.dtype} with ndim={piece.dim()}" for piece in distinct})
     if len(kinds) > 1:
         raise ValueError(
-            f"{spec}: the shards have {' and '.join(kinds)}; give shards of one tensor, as `shard` returns them"
+            f"{spec}: the list has shards of {' and '.join(kinds)}; give shards of one tensor, as `shard` returns them"
         )
     spec.validate(distinct[0].dim(), topology)
     return _join_uneven(distinct, coordinates, spec, axes, topology)
@@ -467,12 +469,14 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
 
 def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
     """Return ``local``. Raise ValueError or TypeError if it is not a tensor that fits the spec (`P.validate`)."""
-    if local is None:
+    if local is None and spec.owned:
         raise ValueError(
-            f"{spec}: the shard is None, but this rank, or the owner rank of the shard, must hold one; give the shard"
+            f"{spec}: the owner rank of this shard passed no tensor to unshard; pass the shard on that rank"
         )
+    if local is None:
+        raise ValueError(f"{spec}: unshard got None on this rank; pass the shard on every rank")
     if not isinstance(local, Tensor):
-        raise TypeError(f"{spec}: the shard is a {type(local).__name__}; give a tensor")
+        raise TypeError(f"{spec}: unshard got a {type(local).__name__} as the shard; give a tensor")
     spec.validate(local.dim(), topology)
     return local
 
@@ -504,13 +508,13 @@ def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
         rank = over.registry.ranks(*over.axes)[index]
         if dims < 0:
             raise ValueError(
-                f"rank {rank} gave no shard that fits the spec; give one on each rank along the sharded axes"
+                f"rank {rank} passed no shard that fits the spec to unshard; pass one on each rank along the sharded axes"
             )
         if [number, dims] != kinds[0]:
             first = over.registry.ranks(*over.axes)[0]
             raise ValueError(
-                f"the shard has {dims} dims of {_DTYPES[number]} on rank {rank}, and {kinds[0][1]} dims of "
-                f"{_DTYPES[kinds[0][0]]} on rank {first}; give shards of one tensor"
+                f"the shard is {_DTYPES[number]} with ndim={dims} on rank {rank}, and {_DTYPES[kinds[0][0]]} with "
+                f"ndim={kinds[0][1]} on rank {first}; give shards of one tensor"
             )
     return found[:, 2 : 2 + kinds[0][1]]
 

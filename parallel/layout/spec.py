@@ -108,8 +108,8 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
         length = total // sum(sizes) * size
         if length % parts:
             raise ValueError(
-                f"block {number} of {len(sizes)} has length {length}, which doesn't divide over {parts} ranks; shard over "
-                "fewer ranks, or make the block a separate parameter"
+                f"block {number + 1} of {len(sizes)} has length {length}, which is not divisible by the {parts} ranks; "
+                "shard over fewer ranks, or make the block a separate parameter"
             )
         found += _narrow(spans, at + index * (length // parts), length // parts)
         at += length
@@ -347,7 +347,9 @@ class P:
         object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
         for axis, where in self.tied:
             if not where:
-                raise ValueError(f"{self}: tied over {axis!r} has no coordinates; write tied={{{axis!r}: (0, -1)}}")
+                raise ValueError(
+                    f"{self}: tied={{{axis!r}: ()}} has no coordinates; write for example tied={{{axis!r}: (0, -1)}}"
+                )
         named = self.named_axes
         twice = sorted({axis for axis in named if named.count(axis) > 1})
         if twice:
@@ -355,8 +357,8 @@ class P:
         for axis, at in self.owned:
             if isinstance(at, str) and at not in self.sharded_axes:
                 raise ValueError(
-                    f"{self}: the owner along {axis!r} follows axis {at!r}, which must shard the parameter; give a "
-                    f"coordinate, such as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
+                    f"{self}: owned={{{axis!r}: {at!r}}} needs a tensor dim that is sharded over {at!r}, but there is "
+                    f"none; shard a dim over {at!r}, or give a coordinate, such as owned={{{axis!r}: 0}}"
                 )
 
     @cached_property
@@ -561,7 +563,8 @@ class P:
         """
         if len(self.entries) > ndim:
             raise ValueError(
-                f"{name}: {self} has {len(self.entries)} entries but the tensor has {ndim} dims; give one entry per dim"
+                f"{name}: {self} has more entries ({len(self.entries)}) than the tensor has dims ({ndim}); give at most "
+                "one entry per dim"
             )
         for axis in self.named_axes:
             if axis not in topology.axes and axis not in topology.aliases:
@@ -583,8 +586,8 @@ class P:
             if isinstance(index, str):
                 if size_of(index) > size:
                     raise ValueError(
-                        f"{name}: {self} has a shard per coordinate of {index!r} (size {size_of(index)}), but the owner "
-                        f"axis {axis!r} has size {size}; name an owner axis of size {size_of(index)} or more"
+                        f"{name}: {self} needs a coordinate of {axis!r} for each of the {size_of(index)} coordinates of "
+                        f"{index!r}, but {axis!r} has size {size}; name an axis of size {size_of(index)} or more in owned="
                     )
                 continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):

@@ -94,8 +94,8 @@ class Over:
         length = tensor.size(self.dim)
         if length % self.size:
             raise ValueError(
-                f"dim {self.dim} of a tensor of shape {tuple(tensor.shape)} has length {length}, which doesn't divide "
-                f"over {' x '.join(self.axes)} of size {self.size}; pad it to a multiple of {self.size}"
+                f"dim {self.dim} of a tensor of shape {tuple(tensor.shape)} has length {length}, which is not a multiple "
+                f"of {self.size}, the size of {_mesh_axes(self.axes)}; pad the dim to a multiple of {self.size}"
             )
         return length // self.size
 
@@ -239,6 +239,11 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
     return result
 
 
+def _mesh_axes(axes: tuple[str, ...]) -> str:
+    """Return ``axes`` as text: ``"mesh axis tensor"`` or ``"mesh axes row x col"``."""
+    return f"mesh {'axis' if len(axes) == 1 else 'axes'} {' x '.join(axes)}"
+
+
 def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int, call: str) -> Over:
     """Return the `Over` of a map that splits or concatenates ``tensor`` along ``dim``, which may be negative.
 
@@ -246,9 +251,8 @@ def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...],
         ValueError: ``dim`` is out of range for ``tensor``.
     """
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give one of its {tensor.dim()} dims"
-        )
+        dims = f"a dim from {-tensor.dim()} to {tensor.dim() - 1}" if tensor.dim() else "a tensor of one or more dims"
+        raise ValueError(f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give {dims}")
     return Over(registry, axes, dim=dim % tensor.dim(), call=call)
 
 
@@ -307,8 +311,8 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
     if tensor.size(over.dim) != piece:
         raise ValueError(
             f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} has length {tensor.size(over.dim)}, but this "
-            f"rank's shard of length={length} over {over.axes[0]}={over.size} has {piece}; give the length of the full "
-            "dim, and the shard that shard(uneven=True) or scatter_to(uneven=True) returns"
+            f"rank's shard of length={length} over mesh axis {over.axes[0]}={over.size} has length {piece}; give the "
+            "length of the full dim, and the shard that shard(uneven=True) or scatter_to(uneven=True) returns"
         )
     return apply(_pad(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
 
@@ -333,8 +337,9 @@ def _chunk(length: int, over: Over) -> tuple[int, int]:
     """
     if len(over.axes) != 1:
         raise ValueError(
-            f"uneven shards are along {' x '.join(over.axes) or 'no axis'}, but must be along one axis; call the function "
-            "once per axis: start with the slowest axis to split a tensor, and end with it to concatenate shards"
+            f"uneven=True and length= need exactly one mesh axis, found {' x '.join(over.axes) or 'none'}; call the "
+            "function once per axis: in the order of the topology's axes to split a tensor, in the reverse order to "
+            "concatenate shards"
         )
     chunk = -(-length // over.size)
     return chunk, max(min(chunk, length - over.rank * chunk), 0)
@@ -480,7 +485,10 @@ def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, r
     """
     size = registry.size(*axes)
     if not 0 <= root < size:
-        raise ValueError(f"root {root} is not in the group over {' x '.join(axes)}; give an index in 0..{size - 1}")
+        raise ValueError(
+            f"root={root} is not an index in the group over {_mesh_axes(axes)}; give an index from 0 to {size - 1}, not a "
+            "global rank"
+        )
     return apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root, call="broadcast_from"))
 
 

@@ -92,7 +92,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
     ) as problem:  # `pickle` raises errors of several types, and methods of the object may raise any error
         reason = f"{type(problem).__name__}: {problem}"
         raise NotPicklableError(
-            f"the object can't be gathered, because pickle fails ({reason}); give plain values"
+            f"an object can't be sent to other ranks, because pickle fails ({reason}); give plain values, such as numbers "
+            "and strings"
         ) from (problem)
     message = len(content).to_bytes(_LENGTH, "little") + content
     first = _gather_bytes(message[:room], room, group, device)

@@ -138,8 +138,8 @@ def refined(
     ends = {1: "the smallest stride", world: "the number of ranks"}
     for (_, name), found in steps.items():
         for size, stride in found:
-            ends.setdefault(stride, f"the stride of {name!r}")
-            ends.setdefault(stride * size, f"the span of {name!r} (size {size}, stride {stride})")
+            ends.setdefault(stride, f"the stride of mesh dim {name!r}")
+            ends.setdefault(stride * size, f"the span of mesh dim {name!r} (size {size}, stride {stride})")
     digits = sorted(ends)
     for small, large in pairwise(digits):
         if large % small:
@@ -177,8 +177,8 @@ def refined(
                 names[number] = name_of(ranks)
                 continue
             raise ValueError(
-                f"the topology needs an axis over the ranks {ranks}, but no mesh has a dim with exactly these ranks, whose "
-                "name it could get; also pass such a mesh"
+                f"ranks {ranks} differ along no dim of these meshes, so the mesh axis of these ranks has no name; also "
+                "pass a mesh with a named dim over these ranks"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}

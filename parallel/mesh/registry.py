@@ -289,8 +289,8 @@ def agreed_name(topology: Topology, rank: int) -> str:
     first = store.compare_set(name, "", repr(topology)).decode()
     if first != repr(topology):
         raise ValueError(
-            f"rank {rank} builds registry number {number} with {topology!r}, but another rank built its registry number "
-            f"{number} with {first}; every rank must build the same registries in the same order"
+            f"rank {rank} constructs its ProcessGroupRegistry number {number} with {topology!r}, but another rank "
+            f"constructed its number {number} with {first}; construct the same registries in the same order on every rank"
         )
     return name
 
@@ -559,7 +559,10 @@ class ProcessGroupRegistry:
 
     def _known_or_new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if self._closed:
-            raise RuntimeError(f"rank {self.global_rank} requests a group of a closed registry; make a new registry")
+            raise RuntimeError(
+                f"rank {self.global_rank} requests a process group of a closed registry; make a new registry, or close "
+                "this ProcessGroupRegistry later"
+            )
         members = tuple(sorted(ranks))
         if members in self._groups:
             return self._groups[members]
@@ -567,8 +570,8 @@ class ProcessGroupRegistry:
         if self._world is None:
             raise RuntimeError(
                 "the group has size 1, and torch.distributed wasn't initialised when this registry was constructed, so "
-                "there is no process group; call group() only if size(...) > 1, or construct the registry after "
-                "init_distributed()"
+                "there is no process group; call registry.group() only if registry.size(...) > 1, or construct the "
+                "registry after init_distributed()"
             )
         # The name has a digest of the members, because it is a prefix of keys in the store, and the list can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]

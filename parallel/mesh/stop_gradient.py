@@ -61,14 +61,14 @@ class ConstantRecord:
             return tensor
         if self._position >= len(self._values):
             raise ValueError(
-                f"the first forward called stop_gradient {len(self._values)} times, and a later forward called it more "
-                "often; call it equally often in every forward"
+                "prove runs the forward several times, and a later forward called stop_gradient more often than the first "
+                f"(calls in the first forward: {len(self._values)}); make the same number of calls in every forward"
             )
         value, self._position = self._values[self._position], self._position + 1
         if value.shape != tensor.shape:
             raise ValueError(
-                f"stop_gradient got a tensor of shape {tuple(tensor.shape)}, but in the first forward this call got shape "
-                f"{tuple(value.shape)}; call stop_gradient in the same order in every forward"
+                f"stop_gradient got a tensor of shape {tuple(tensor.shape)}, but the same call in the first forward that "
+                f"prove ran got shape {tuple(value.shape)}; call stop_gradient in the same order in every forward"
             )
         return value.to(tensor.dtype)
 

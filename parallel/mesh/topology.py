@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from operator import contains
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 from .deprecation import renamed_members
@@ -109,19 +110,21 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
                 "write one of these"
             )
         if role not in get_args(Role):
-            raise ValueError(f"axis {name!r} has role {role!r}; write one of {', '.join(map(repr, get_args(Role)))}")
+            raise ValueError(
+                f"roles= gives {name!r} the role {role!r}; write one of the roles {', '.join(map(repr, get_args(Role)))}"
+            )
     return tuple(_role(axis, names_of(axis, aliases), explicit) for axis in axes)
 
 
 def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Role:
     for source, origin, advice in (
-        (explicit, "by roles= for", "leave out one of these entries"),
-        (_ROLE_BY_NAME, "by the name", f"roles={{{axis!r}: ...}}"),
+        (explicit, "from the entry of roles= for", "leave out one of these entries"),
+        (_ROLE_BY_NAME, "from the name", f"write roles={{{axis!r}: ...}}"),
     ):
         found = {name: source[name] for name in names if name in source}
         if len({*found.values()}) > 1:
             conflict = " and ".join(f"{role!r} {origin} {name!r}" for name, role in found.items())
-            raise ValueError(f"axis {axis!r} has two roles, {conflict}; give it one role: {advice}")
+            raise ValueError(f"axis {axis!r} has more than one role: {conflict}; {advice}")
         if found:
             return next(iter(found.values()))
     return "model"
@@ -239,9 +242,9 @@ def resolve_aliases(
             raise ValueError(f"{alias!r} is an axis and can't be an alias too; rename one of them")
         unknown = [axis for axis in atoms if axis not in axes]
         if unknown or not atoms:
+            problem = f"contains {unknown[0]!r}, which is not an axis" if unknown else "is empty"
             raise ValueError(
-                f"alias {alias!r} contains {unknown[0] if unknown else atoms!r}, which is not an axis; an alias must "
-                f"consist of one or more of the axes {', '.join(axes)}"
+                f"alias {alias!r} {problem}; an alias must consist of one or more of the axes {', '.join(axes)}"
             )
         ordered = tuple(axis for axis in axes if axis in atoms)
         if atoms != ordered:
@@ -296,10 +299,11 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     wanted = {points[index % size] for index in where}
     found = [tuple(sorted(set(coordinates))) for coordinates in zip(*wanted, strict=True)]
     if prod(map(len, found)) != len(wanted):
+        combined = [index for index, point in points.items() if all(map(contains, found, point))]
         raise ValueError(
             f"coordinates {sorted(index % size for index in where)} of the alias for "
-            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} must be all combinations of some coordinates per "
-            "axis, but are not; change the coordinates, or write coordinates of these axes instead of the alias"
+            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())} must be all combinations of their coordinates on "
+            f"these axes, {combined}; give such coordinates, or name the axes instead of the alias"
         )
     return list(zip(sizes, found, strict=True))
 

@@ -118,7 +118,7 @@ def fields(checks: Mapping[str, Check]) -> Check:
             raise wrong(field, value, "a dict")
         for name, check in checks.items():
             if name not in value:
-                raise ValueError(f"{field} has no {name}; expected a dict with this key")
+                raise ValueError(f"{field} has no key {name!r}; expected a dict with this key")
             check(value[name], f"{field}[{name!r}]")
 
     return check_fields
@@ -176,7 +176,7 @@ def check_like(value: object, like: object, field: str) -> None:
             else:
                 _check_plain(item, f"{field}[{_shown(name)}]")
         if all(isinstance(key, str) for key in like) and (missing := sorted(like.keys() - value.keys())):
-            raise ValueError(f"{field} has no {', '.join(missing)}; give a dict with these keys")
+            raise ValueError(f"{field} lacks {', '.join(map(repr, missing))}; give a dict with these keys")
     elif isinstance(like, Sequence) and not isinstance(like, bytes):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise wrong(field, value, f"a list of {len(like)} items")
@@ -242,7 +242,11 @@ def check_scalar(value: object, name: str, write: str = "a number") -> None:
     In the error, ``name`` is the name of the argument, and ``write`` describes a correct value.
     """
     if isinstance(value, Tensor):
-        is_number, shown, kind = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}", "tensor with dims"
+        is_number, shown, kind = (
+            value.dim() == 0,
+            f"a tensor of shape {tuple(value.shape)}",
+            "tensor of one or more dims",
+        )
     else:
         is_number, shown = isinstance(value, Real) and not isinstance(value, bool), repr(value)
         kind = type(value).__name__

@@ -110,7 +110,7 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
         try:
             results.append(function(*args))
         except Exception as error:
-            raise RuntimeError(f"the function raised an error in the case {', '.join(map(repr, args))}") from error
+            raise RuntimeError(f"the function raised an error for the arguments {args!r}") from error
     return results
 
 

@@ -178,7 +178,9 @@ def test_gradient_of_unfrozen_parameter_raises_until_refresh_makes_its_master() 
     train(model, optimizer, masters, range(2))
     model.first.requires_grad_(True)
     loss_of(model, 5, BF16).backward()
-    with pytest.raises(RuntimeError, match=r"first\.weight has a gradient, but was frozen .* call refresh\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"first\.weight has a gradient, but was frozen .* call MasterWeights.refresh\(\)"
+    ):
         masters.collect()
     assert masters.refresh() == 2
     assert masters.refresh() == 0
@@ -241,9 +243,9 @@ def test_mismatched_master_state_raises_and_changes_nothing() -> None:
     without_masters = r"no master weights, so it was saved in a precision mode without them.*reload_from_model\(\)"
     with pytest.raises(ValueError, match=without_masters):
         masters.load_state_dict({"state": {}})
-    with pytest.raises(ValueError, match=r"the state has 5 masters, at positions 0, 1, 2, 3, 4, but .* has 6"):
+    with pytest.raises(ValueError, match=r"the state has 5 master weights, at positions 0, 1, 2, 3, 4, but .* has 6"):
         masters.load_state_dict({"masters": {key: good[key] for key in range(5)}})
-    with pytest.raises(ValueError, match=r"saved master 5 has shape \(9,\), but a parameter of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"saved master weight 5 has shape \(9,\), but a parameter of shape \(3,\)"):
         masters.load_state_dict({"masters": {**good, 5: torch.zeros(9)}})
     assert_same_bits(tensors_of(model, optimizer), before)
     masters.load_state_dict({"masters": good})
@@ -308,7 +310,7 @@ def test_zero_grad_clears_gradients_of_parameters_and_masters() -> None:
     # A likely mistake: this clears the gradients of the masters but not the main gradients of the model.
     optimizer.zero_grad()
     loss_of(model, 0, BF16).backward()
-    with pytest.raises(RuntimeError, match=r"call MasterWeights.zero_grad\(\) instead"):
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) of the ParallelOptimizer or MasterWeights instead"):
         masters.collect()
     masters.zero_grad()
     assert_same_bits(backward(), first)
@@ -333,7 +335,9 @@ def test_add_param_group_makes_masters() -> None:
     model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
-    with pytest.raises(ValueError, match=r"a parameter of shape \(10, 6\) already has a master in this optimizer"):
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(10, 6\) already has a master weight in this optimizer"
+    ):
         masters.add_param_group({"params": [*head.parameters(), model.first.weight]})
     assert len(optimizer.param_groups) == 1
     masters.add_param_group({"params": head.parameters(), "lr": 0.5})

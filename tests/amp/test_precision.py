@@ -348,7 +348,9 @@ def test_precision_of_accepts_names_and_modes() -> None:
         TypeError, match="the class Nameless has no name for messages; write one in the class: name = '"
     ):
         precision_of(Nameless())
-    with pytest.raises(ValueError, match="precision='half' is not a mode; choose from 'fp32', 'fp16', 'bf16'"):
+    with pytest.raises(
+        ValueError, match="precision='half' is not a precision mode; choose from 'fp32', 'fp16', 'bf16'"
+    ):
         precision_of("half")
 
 

@@ -359,7 +359,9 @@ LISTED: list[Fault] = [
     Fault("optim/clip/functional.py", "norm_type=norm_type,\n            reduction=reduction,", "norm_type=norm_type,"),
     # Faults that survived a run with ``--fresh 2611 120``
     Fault(
-        "parallel/interop/dtensor.py", '"redistribute it" if _is_shard(wanted) else', '"redistribute it" if False else'
+        "parallel/interop/dtensor.py",
+        '"redistribute the gradient" if _is_shard(wanted) else',
+        '"redistribute the gradient" if False else',
     ),
     Fault("optim/checkpoint/contents.py", "max(len(record.groups)", "min(len(record.groups)"),
     Fault(

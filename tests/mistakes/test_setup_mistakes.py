@@ -47,7 +47,7 @@ def topology_of_another_size(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "every rank must build the same registries in the same order", ranks=(1,)),
+    Error(ValueError, "construct the same registries in the same order on every rank", ranks=(1,)),
     write="create the same topology on every rank",
 )
 def topologies_differ(run: Run) -> None:

@@ -321,7 +321,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
         add_group(lambda: {"params": None}, states=Sharded("data")),
         "'params' of the param group",
     ),
-    "TorchStates None": (load_full_state(lambda state: state.clear()), "the state has no state; expected a dict"),
+    "TorchStates None": (load_full_state(lambda state: state.clear()), "the state has no key 'state'; expected a dict"),
     "TorchStates no groups": (
         load_full_state(lambda s: s.update(param_groups=[None])),
         "the state['param_groups'][0] is None",
@@ -414,7 +414,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     "unshard number": (unshard_wrong(3), "shard"),
     "unshard dtype": (
         unshard_wrong(torch.ones(2, 2, dtype=torch.int64)),
-        "dims of torch.int64 on rank 1, and 2 dims of",
+        "torch.int64 with ndim=2 on rank 1, and torch.",
     ),
     "unshard dims": (unshard_wrong(torch.ones(2)), "shard"),
     "gather_objects": (gather, "pickle fails (LookupError: no copies of this object)"),

@@ -102,13 +102,13 @@ def uneven_values() -> dict[str, Any]:
             results[name] = output.flatten().tolist(), grad.flatten().tolist()
         with pytest.raises(
             ValueError,
-            match=r"but this rank's shard of length=7 over tensor=2 has [34]; give the length of the full dim",
+            match=r"but this rank's shard of length=7 over mesh axis tensor=2 has length [34]; give the length",
         ):
             gather_from(torch.zeros(2), registry, "tensor", dim=0, length=7)
     with (
         pytest.raises(
             ValueError,
-            match="uneven shards are along row x col, but must be along one axis; call the function once per axis",
+            match="uneven=True and length= need exactly one mesh axis, found row x col; call the function once per axis",
         ),
         ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
     ):
@@ -281,17 +281,21 @@ def test_collectives_over_one_rank_return_the_input_itself() -> None:
 
 def rejected() -> None:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
-        with pytest.raises(ValueError, match=r"dim 1 of a tensor of shape \(2, 3\) has length 3.*pad it to a multiple"):
+        with pytest.raises(
+            ValueError, match=r"dim 1 of a tensor of shape \(2, 3\) has length 3.*pad the dim to a multiple"
+        ):
             reduce_scatter_to(torch.zeros(2, 3), registry, "tensor", dim=-1)
-        with pytest.raises(ValueError, match="doesn't divide over tensor of size 2"):
+        with pytest.raises(ValueError, match="is not a multiple of 2, the size of mesh axis tensor"):
             scatter_to(torch.zeros(3), registry, "tensor", dim=0)
         with pytest.raises(ValueError, match="out of range"):
             gather_from(torch.zeros(2), registry, "tensor", dim=1)
-        with pytest.raises(ValueError, match=r"root 2 is not in the group over tensor; give an index in 0\.\.1"):
+        with pytest.raises(
+            ValueError, match=r"root=2 is not an index in the group over mesh axis tensor; give an index from 0 to 1"
+        ):
             broadcast_from(torch.zeros(2), registry, "tensor", root=2)
         rows = torch.zeros(3, 2)
         cases: list[tuple[dict[str, Any], str]] = [
-            ({}, "doesn't divide over tensor of size 2"),
+            ({}, "is not a multiple of 2, the size of mesh axis tensor"),
             ({"split_sizes": [1, 2]}, "give concat_sizes too"),
             (
                 {"split_sizes": [1, 1], "concat_sizes": [1, 1]},

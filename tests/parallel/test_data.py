@@ -82,7 +82,9 @@ def test_sampler_gives_ranks_disjoint_samples_in_equally_many_batches(
     rest = samples - whole * batch_size * ranks
     possible = whole > 0 if drop or not rest else rest >= ranks or (whole > 0 and batch_size > 1)
     if not possible:
-        with pytest.raises(ValueError, match=rf"{samples} samples in batches of {batch_size} on {ranks} data coord"):
+        with pytest.raises(
+            ValueError, match=rf"{samples} samples? with batch_size={batch_size} and data-par.* {ranks}"
+        ):
             ShardedBatchSampler(samples, batch_size, 0, ranks, **options)
         return
     shares = [list(ShardedBatchSampler(samples, batch_size, rank, ranks, **options)) for rank in range(ranks)]
@@ -379,20 +381,24 @@ def test_loader_dataset_forwards_attributes_and_can_be_pickled() -> None:
 
 
 def test_batch_sizes_that_leave_an_empty_batch_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"5 samples in batches of 1 on 2 data coord.*only 1 samples.*drop_last=True"):
+    with pytest.raises(
+        ValueError, match=r"5 samples with batch_size=1 and data-parallel size 2: .* fewer samples .1. .*drop_last=True"
+    ):
         step_bounds(5, 1, 2, False)
     with pytest.raises(
-        ValueError, match=r"3 samples in batches of 4 on 4 data coord.*fewer samples than data coordinates"
+        ValueError,
+        match=r"3 samples with batch_size=4 and data-parallel size 4: there are fewer samples than data-parallel ranks",
     ):
         step_bounds(3, 4, 4, False)
     with pytest.raises(
-        ValueError, match=r"7 samples in batches of 4 on 2 data coord.*drop_last=True: an epoch would have no step"
+        ValueError,
+        match=r"7 samples with batch_size=4 and data-parallel size 2, drop_last=True: an epoch would have no step",
     ):
         step_bounds(7, 4, 2, True)
     with pytest.raises(ValueError, match="an epoch would have no step"):
         one_process(0)
     sampler = ShardedBatchSampler(5, 2, 0, 2, shuffle=False, drop_last=False, seed=0)
-    with pytest.raises(ValueError, match=r"after 4 samples of an epoch: 1 samples in.*or begin the next epoch"):
+    with pytest.raises(ValueError, match=r"after 4 samples of an epoch: 1 sample with .*or begin the next epoch"):
         sampler.bounds_from(4)
 
 
@@ -412,7 +418,9 @@ def test_loader_rejects_bad_arguments() -> None:
         prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
     with pytest.raises(ValueError, match="epoch 1, position 20 is out of range for an epoch of 20 samples"):
         one_process().load_state_dict({**one_process().state_dict(), "epoch": 1, "position": 20})
-    with pytest.raises(ValueError, match="is not a state of this loader, because it lacks samples, seed, shuffle"):
+    with pytest.raises(
+        ValueError, match="is not a state of this loader, because the keys 'samples', 'seed', 'shuffle' are missing"
+    ):
         one_process().load_state_dict({"epoch": 1, "position": 7})
 
 
@@ -443,5 +451,5 @@ def test_loader_state_after_n_batches_equals_state_dict_after_iterating_n_batche
             states.append(loader.state_after(1, batches))
             assert loader.state_dict() == states[-1]
     assert len({state["position"] for state in states}) == len(loader)
-    with pytest.raises(ValueError, match="for the end of an epoch give the next epoch and batches=0"):
+    with pytest.raises(ValueError, match="or for the end of an epoch the next epoch and batches=0"):
         loader.state_after(0, len(loader))

@@ -69,10 +69,10 @@ def test_local_shape_and_full_shape_are_inverse(full: tuple[int, ...], spec: P, 
 def test_local_shape_of_indivisible_dim_raises_value_error() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(
-        ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")
+        ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which is not divisible by col=4")
     ):
         local_shape((8, 6), P("row", "col"), topology)
-    with pytest.raises(ValueError, match="row=2 x col=4; make it a multiple of 8"):
+    with pytest.raises(ValueError, match="row=2 x col=4; make the length a multiple of 8"):
         local_shape((12,), P(("row", "col")), topology)
 
 
@@ -80,12 +80,12 @@ def test_spec_with_unknown_axis_or_too_many_entries_raises() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(ValueError, match="names axis 'tensor'"):
         local_shape((8,), P("tensor"), topology)
-    with pytest.raises(ValueError, match="2 entries"):
+    with pytest.raises(ValueError, match=r"more entries \(2\)"):
         full_shape((8,), P("row", "col"), topology)
     at = {"row": 1, "col": 2}
     with pytest.raises(ValueError, match="names axis 'tensor'"):
         local_shape((8,), P("tensor"), topology, at)
-    with pytest.raises(ValueError, match="2 entries"):
+    with pytest.raises(ValueError, match=r"more entries \(2\)"):
         local_shape((8,), P("row", "col"), topology, at)
 
 
@@ -167,14 +167,17 @@ def test_join_of_missing_or_inconsistent_shards_raises_error() -> None:
     topology, spec = Topology(data=2, row=2), P("row")
     first, second = torch.arange(6.0).chunk(2)
     with pytest.raises(
-        ValueError, match=re.escape("there is no shard of row=1; give the shard of a rank with this coordinate")
+        ValueError,
+        match=re.escape("the list has no shard of a rank at row=1; give the shard of a rank with this coordinate"),
     ):
         join([first, None, first, None], spec, topology)
-    with pytest.raises(ValueError, match="all ranks that hold this tensor have None; give the tensor of at least one"):
+    with pytest.raises(
+        ValueError, match="the list has None for all ranks that hold this tensor; give the tensor of at least one"
+    ):
         join([None] * 4, P(), topology)
-    with pytest.raises(ValueError, match="all ranks that hold this tensor have None"):
+    with pytest.raises(ValueError, match="the list has None for all ranks that hold"):
         join([first, None, first, None], P(owned={"row": 1}), topology)
-    with pytest.raises(ValueError, match="2 shards for 4 ranks"):
+    with pytest.raises(ValueError, match="list of shards has length 2, but the world size is 4"):
         join([first, second], spec, topology)
     with pytest.raises(
         ValueError, match=r"the shard has shape \(2,\), but .* a shard of shape \(3,\) of the full shape \(5,\)"
@@ -182,14 +185,16 @@ def test_join_of_missing_or_inconsistent_shards_raises_error() -> None:
         join([first[:2], second, None, None], spec, topology)
     with pytest.raises(ValueError, match="names axis 'tensor'"):
         join([first] * 4, P("tensor"), topology)
-    with pytest.raises(ValueError, match="2 entries"):
+    with pytest.raises(ValueError, match=r"more entries \(2\)"):
         join([first] * 4, P(None, "row"), topology)
     with pytest.raises(ValueError, match="names axis 'expert'"):
         join([first] * 4, P(owned={"expert": 0}), topology)
     with pytest.raises(ValueError, match=re.escape("'row'")):
         join([first] * 4, P(owned={"row": 5}), topology)
     for other in (second.double(), second.unsqueeze(0)):
-        with pytest.raises(ValueError, match=r"the shards have 1 dims of torch.float32 and [12] dims of"):
+        with pytest.raises(
+            ValueError, match=r"shards of torch.float32 with ndim=1 and torch.float(64|32) with ndim=[12]; give"
+        ):
             join([first, other, None, None], spec, topology)
 
 
@@ -210,16 +215,16 @@ def owner_gives_none() -> list[str]:
     messages = []
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         for spec in (P("col", owned={"row": 0}), P("col")):
-            with pytest.raises(
-                ValueError, match="this rank, or the owner rank of the shard, must hold one; give the shard"
-            ) as error:
+            with pytest.raises(ValueError, match="pass the shard on") as error:
                 unshard(None, spec, registry)
             messages.append(str(error.value))
     return messages
 
 
 def test_unshard_with_missing_shard_raises_on_every_rank(world: World) -> None:
-    assert all("the shard is None" in text for texts in world.run(4, owner_gives_none) for text in texts)
+    for owned, sharded in world.run(4, owner_gives_none):
+        assert "the owner rank of this shard passed no tensor to unshard" in owned
+        assert "unshard got None on this rank" in sharded
 
 
 def shard_is_a_list(spec: P) -> str:
@@ -235,7 +240,7 @@ def shard_is_a_list(spec: P) -> str:
 @pytest.mark.parametrize("spec", [P("col"), P("col", owned={"row": 0}), P(None, owned={"row": 0, "col": 0})], ids=str)
 def test_unshard_of_a_list_raises_on_every_rank_that_gathers_it(world: World, spec: P) -> None:
     texts = world.run(4, shard_is_a_list, spec)
-    assert "the shard is a list; give a tensor" in texts[0]
+    assert "unshard got a list as the shard; give a tensor" in texts[0]
     assert "no error" not in texts[: 4 if spec.owned else 2]
 
 
@@ -308,8 +313,8 @@ def test_unshard_inverts_shard_of_fused_tensors(world: World, topology: Topology
     ("length", "spec", "message"),
     [
         (8, P(blocks("row", (4, 1, 1))), "length 8 is not a multiple of 6"),
-        (12, P(blocks("col", (4, 1, 1))), r"over 'col': block 1 of 3 has length 2, .*divide over 4 ranks"),
-        (24, P(("col", blocks("row", 2))), "block 0 of 2 has length 3"),
+        (12, P(blocks("col", (4, 1, 1))), r"over 'col': block 2 of 3 has length 2, .*divisible by the 4 ranks"),
+        (24, P(("col", blocks("row", 2))), "block 1 of 2 has length 3"),
     ],
 )
 def test_blocks_not_divisible_by_axis_size_raise_and_error_shows_spec(length: int, spec: P, message: str) -> None:

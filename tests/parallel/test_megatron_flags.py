@@ -49,7 +49,11 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
             6,
             "strides or spans (size x stride) 2 and 3, of which 2 doesn't divide 3",
         ),
-        ({"tensor": (0, 1, 3)}, 4, "tp has ranks [0, 1, 3], but the ranks of a group must be evenly spaced"),
+        (
+            {"tensor": (0, 1, 3)},
+            4,
+            "process group tp has ranks [0, 1, 3], but the ranks of a group must be evenly spaced",
+        ),
         (
             {"tensor": (0, 1)},
             4,
@@ -220,7 +224,7 @@ DENSE: dict[str, tuple[str, ...]] = {"tp": ("tensor",), "pp": ("pipe",), "dp": (
         (
             {**SPLIT, "sequence_parallel": True},
             DENSE,
-            "w is sharded over tensor (tensor_model_parallel), and also has a partial gradient over tensor",
+            "w is sharded over the tensor-parallel group (tensor_model_parallel=True), and also has a partial",
         ),
         ({**SPLIT, "partition_dim": 2}, DENSE, "with partition_dim=2 and partition_stride=1"),
         ({"tensor_model_parallel": True}, DENSE, "with partition_dim=-1"),

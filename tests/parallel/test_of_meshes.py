@@ -85,7 +85,7 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
         (
             8,
             {("a", "b"): row_major(2, 2)},
-            r"needs an axis over the ranks \(0, 4\), but no mesh has a dim with exactly these ranks",
+            r"ranks \(0, 4\) differ along no dim of these meshes, so the mesh axis of these ranks has no name",
         ),
         (
             4,

@@ -379,11 +379,11 @@ def test_1d_mlp_block_matches_dense_block_in_autocast_and_half_precision(world: 
 
 def rejected() -> None:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
-        with pytest.raises(ValueError, match=r"dim 0 .* has length 5, which doesn't divide over tensor=2"):
+        with pytest.raises(ValueError, match=r"dim 0 .* has length 5, which is not divisible by tensor=2"):
             ColumnParallelLinear(4, 5, registry)
-        with pytest.raises(ValueError, match=r"dim 1 .* has length 5, which doesn't divide over tensor=2"):
+        with pytest.raises(ValueError, match=r"dim 1 .* has length 5, which is not divisible by tensor=2"):
             RowParallelLinear(5, 4, registry)
-        with pytest.raises(ValueError, match="doesn't divide over tensor=2"):
+        with pytest.raises(ValueError, match="is not divisible by tensor=2"):
             VocabParallelEmbedding(5, 4, registry)
         with pytest.raises(ValueError, match="tensr"):
             ColumnParallelLinear(4, 4, registry, axis="tensr")
@@ -391,7 +391,7 @@ def rejected() -> None:
             ColumnParallelLinear(4, 4, registry, sequence_parallel=True)(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"VocabParallelEmbedding .* shape \(3,\), but .*; add the missing dim"):
             VocabParallelEmbedding(4, 4, registry, sequence_parallel=True)(torch.zeros(3, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"dim 1 .* has length 3.* pad it to a multiple of 2"):
+        with pytest.raises(ValueError, match=r"dim 1 .* has length 3.* pad the dim to a multiple of 2"):
             RowParallelLinear(4, 4, registry, sequence_parallel=True)(torch.zeros(2, 3, 2))
 
 

@@ -467,7 +467,7 @@ def rejected() -> None:
             Linear2D(1, 4, registry)
         with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(2,\) .* sharded over col=2 x row=2 as"):
             Linear2D(4, 2, registry, bias="all")
-        with pytest.raises(ValueError, match=r"block 0 of 2 has length 3, which doesn't divide over 2 ranks"):
+        with pytest.raises(ValueError, match=r"block 1 of 2 has length 3, which is not divisible by the 2 ranks"):
             Linear2D(4, 6, registry, blocks=2)
         with pytest.raises(ValueError, match="use 'column', 'all', 'row0', or None"):
             Linear2D(4, 4, registry, bias="rows")  # type: ignore[arg-type]
@@ -484,12 +484,12 @@ def rejected() -> None:
         logits, target = torch.zeros(3, 5 - 3 * registry.coordinate["col"]), torch.zeros(3, dtype=torch.long)
         with pytest.raises(
             RuntimeError,
-            match=r"classes per rank along 'col' don't match \(this rank has [25], classes=None\); pass the",
+            match=r"numbers of classes .* axis 'col' \(on this rank [25]\); make .* as classes= to cross_entropy_2d",
         ):
             cross_entropy_2d(logits, target, registry)
         with pytest.raises(
             RuntimeError,
-            match=r"\(this rank has [25], classes=9\); .* as classes= to cross_entropy_2d, .* as torch.chunk does",
+            match=r"classes=9 does not fit the logits: .* \(this rank needs [45] and has [25]\); pass the number of all",
         ):
             cross_entropy_2d(logits, target, registry, classes=9)  # torch.chunk gives 5 and 4 classes
     with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:

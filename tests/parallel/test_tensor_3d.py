@@ -217,10 +217,13 @@ def rejected() -> None:
             Linear3D(8, 4, registry)(torch.zeros(3, 8))
         with pytest.raises(ValueError, match=r"has shape \(4,\), but needs a batch as its first dim"):
             Linear3D(8, 4, registry)(torch.zeros(4))
-        with pytest.raises(ValueError, match=r"length 3, which doesn't divide over output of size 2; pad it"):
+        with pytest.raises(
+            ValueError, match=r"length 3, which is not a multiple of 2, the size of mesh axis output; pad"
+        ):
             Linear3D(8, 4, registry)(torch.zeros(3, 4))
         with pytest.raises(
-            ValueError, match=r"has a shard per coordinate of 'output' \(size 2\), but the owner axis 'input'"
+            ValueError,
+            match=r"needs a coordinate of 'input' for each of the 2 coordinates of 'output', but 'input' has size 1",
         ):
             Classifier3D(8, 4, registry)
         with pytest.raises(ValueError, match="the last rank would get no elements"):

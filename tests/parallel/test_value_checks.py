@@ -55,7 +55,7 @@ REJECTED: list[tuple[Any, Any, str]] = [
     ({"a": "text"}, {"a": 1}, r"field\['a'\] is 'text'"),
     ({"a": 1, "new": [math.nan]}, {"a": 1}, r"field\['new'\]\[0\] is nan"),
     ({"a": 1, "new": {"c": math.nan}}, {"a": 1}, r"field\['new'\]\['c'\] is nan"),
-    ({"a": 1}, {"a": 1, "b": 2, "c": 3}, "field has no b, c; give a dict with these keys"),
+    ({"a": 1}, {"a": 1, "b": 2, "c": 3}, "field lacks 'b', 'c'; give a dict with these keys"),
     ({"1": 0.5}, {1: 1.0}, "a key of field is '1'"),
     ({7: "text"}, {1: 1.0}, r"field\[7\] is 'text'"),
     ([1, 2, 3], [3, 4], r"expected a list of 2 items"),

@@ -84,7 +84,9 @@ def merged_error(folder: str) -> str:
 
 def test_loading_into_merged_adapter_raises(world: World, tmp_path: Path) -> None:
     for text in world.run(2, merged_error, str(tmp_path)):
-        assert text.startswith("the adapter of down is merged, so unmerge() would subtract other factors than merge()")
+        assert text.startswith(
+            "the adapter of down is merged, so a later unmerge() would subtract other factors than merge()"
+        )
 
 
 def test_save_adapter_without_adapter_or_safetensors_raises_with_remedy(tmp_path: Path) -> None:

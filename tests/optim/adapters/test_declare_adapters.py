@@ -207,7 +207,10 @@ def test_lora_rejects_undeclared_or_unsupported_base_layers_and_r_of_zero(world:
     for texts in world.run(2, errors):
         undeclared, without_registry, rank, kind, none, owned = texts
         assert "the base layer: a parameter of shape (4, 4) has no spec; declare its layout" in undeclared
-        assert "is a Linear, which has no registry; pass the registry of the model as registry=" in without_registry
+        assert (
+            "is a Linear, which has no ProcessGroupRegistry; pass the registry of the model as registry="
+            in without_registry
+        )
         assert "r=0 must be a positive integer" in rank
         assert "is a LayerNorm without a weight of two dims" in kind
         assert (

@@ -193,7 +193,9 @@ def saved_without_list(folder: str) -> str:
 def test_saving_lora_of_expert_without_index_in_its_name_raises(world: World, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     for text in world.run(2, saved_without_list, str(tmp_path)):
-        assert text.startswith("0 has different experts along expert, but its name has no number of an expert; put")
+        assert text.startswith(
+            "0 has different experts along expert, but is in no nn.ModuleList that numbers the experts; put"
+        )
 
 
 # Several experts in one parameter ---------------------------------------------------------------------------------------

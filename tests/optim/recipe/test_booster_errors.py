@@ -50,7 +50,11 @@ def other_schedule() -> Any:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (ValueError, lambda: {"mixed_precision": "half"}, "mixed_precision='half' is not a mode; choose from 'fp32'"),
+        (
+            ValueError,
+            lambda: {"mixed_precision": "half"},
+            "mixed_precision='half' is not a precision mode; choose from 'fp32'",
+        ),
         (ValueError, lambda: {"data_parallel": "zero3"}, "data_parallel='zero3': give one of 'ddp', 'zero1'"),
         (ValueError, lambda: {"max_norm": -1.0}, "max_norm"),
         (ValueError, lambda: {"accumulation_steps": 0}, "accumulation_steps=0: give a whole number"),

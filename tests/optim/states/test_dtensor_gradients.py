@@ -264,5 +264,8 @@ def test_dtensor_gradient_becoming_partial_raises_on_its_ranks_and_skips_step_el
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:
-        assert "is Partial(sum) over 'tensor', but the parameter is Shard(dim=0); redistribute it, or let" in found
+        assert (
+            "is Partial(sum) over 'tensor', but the parameter is Shard(dim=0); redistribute the gradient, or let"
+            in found
+        )
         assert found.endswith("weights -1.0")

@@ -161,7 +161,7 @@ def refused(kind: str) -> str:
             "no axes",
             "w is on a device mesh whose dim 'dp' has ranks (0, 3), and no axes of Topology(data=2, tensor=2)",
         ),
-        ("ranks", "w is on a device mesh whose dim 'data' has ranks (0, 1), but the axis of"),
+        ("ranks", "w is on a device mesh whose dim 'data' has ranks (0, 1), but the axis of this name in"),
         (
             "undeclared",
             "no spec for parameter 0 of group 0 (shape (sharded, 6)), and Topology(data=2, tensor=2) has model axes",

@@ -182,10 +182,13 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no loss scale": (lambda state: state["meshstep"].pop("loss_scale"), "incomplete"),
     "a bad loss scale": (lambda state: state["meshstep"]["loss_scale"].update(scale=-1.0), "scale=-1.0"),
     "no masters": (lambda state: state["meshstep"]["weights"].clear(), "no master weights"),
-    "too few masters": (lambda state: state["meshstep"]["weights"]["masters"].popitem(), "masters, at positions"),
+    "too few masters": (
+        lambda state: state["meshstep"]["weights"]["masters"].popitem(),
+        "master weights, at positions",
+    ),
     "another shape": (
         lambda state: state["meshstep"]["weights"]["masters"].update({0: torch.zeros(3)}),
-        r"saved master 0 has shape (3,)",
+        r"saved master weight 0 has shape (3,)",
     ),
 }
 

@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tensor with dims": (
         {"max_norm": torch.ones(2)},
         TypeError,
-        f"max_norm=a tensor of shape (2,): {NUMBER}tensor with dims",
+        f"max_norm=a tensor of shape (2,): {NUMBER}tensor of one or more dims",
     ),
     "NaN": ({"max_norm": float("nan")}, ValueError, "max_norm=nan: give a finite number > 0"),
     "negative": ({"max_norm": -1}, ValueError, "max_norm=-1.0: give a finite number > 0"),

@@ -37,7 +37,7 @@ def test_third_party_optimizer_wrapped_in_whole_matches_single_process(world: Wo
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in (*RIGHT_ON_PIECES, *NOT_REACHED)])
-def test_unwrapped_optimizer_on_shards_differs_from_one_process(world: World, kind: str) -> None:
+def test_unwrapped_full_tensor_optimizer_on_shards_differs_from_one_process(world: World, kind: str) -> None:
     assert apart(world, kind, "on pieces") > 1e-5
 
 

@@ -71,7 +71,7 @@ def test_audit_names_parameter_with_wrong_spec(world: World) -> None:
         assert str(found[0]).startswith(f"w: declared {spec}, ")
 
 
-def test_audit_without_gradients_detects_shards_and_replicas_by_their_values(world: World) -> None:
+def test_audit_without_gradients_compares_only_values(world: World) -> None:
     found = world.run_each(
         audited,
         [(4, (truth, spec, torch.float32, "none")) for truth, spec in ((PIECE, P()), (COPY, P("tensor")), (TERM, P()))],

@@ -361,7 +361,7 @@ def test_init_distributed_chooses_device_by_local_rank(
 
 @pytest.mark.default_cases(99)  # a case starts no process
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_default_group_is_bound_to_the_chosen_device(
+def test_init_distributed_binds_default_group_to_the_chosen_device(
     gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
 ) -> None:
     """In the case of 8 ranks, which alternate between two nodes, rank 5 is the third on its node (GPU 2); torch would use 5

@@ -362,14 +362,15 @@ def test_fixed_order_rejects_unsupported_rule_that_is_set_or_called_later(clip: 
     declare(model, {"*": P()})
     adam = torch.optim.AdamW(model.parameters())
     optimizer = ParallelOptimizer(
-        adam, ProcessGroupRegistry(Topology()), accumulation_steps=1, sum_order="fixed", max_norm=0.5
+        adam, ProcessGroupRegistry(Topology()), accumulation_steps=2, sum_order="fixed", max_norm=0.5
     )
     with pytest.raises(ValueError, match="with sum_order='fixed'"):
         optimizer.max_norm = clip
     assert optimizer.max_norm == 0.5
     optimizer.backward(model(torch.ones(1, 3)).sum())
     with pytest.raises(ValueError, match=r"norm_type=3\.0 with sum_order='fixed'"):
-        optimizer.clip_grad_by_norm(1.0, norm_type=3.0)
+        optimizer.clip_grad_by_norm(1.0, norm_type=3.0)  # would clip in `step`, because the window is not full
+    optimizer.backward(model(torch.ones(1, 3)).sum())
     stats = optimizer.step()
     assert stats is not None
     assert float(stats.total_norm) > 0.5

@@ -203,9 +203,9 @@ class Setup:
             return
         if found and not found & {*HALF_DTYPES}:
             raise ValueError(
-                f"precision={precision.name!r} steps half-precision parameters, but all are "
+                f"precision={precision.name!r} needs half-precision parameters, but all parameters of the optimizer are "
                 f"{', '.join(sorted(map(str, found)))}: call meshstep.amp.precision_of({precision.name!r}).prepare(model) "
-                "before the optimizer is made"
+                "before you create the optimizer"
             )
 
     def _settings(self) -> dict[str, object]:
@@ -271,7 +271,9 @@ class Setup:
         check_steps_without_closure(self.optimizer)
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
-            check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
+            check_in_buckets(
+                self.optimizer, "stochastic rounding updates parameters in several calls of the optimizer's step()"
+            )
         check_measurement(self.norm_type, self.reduction, self.check_replicas, self.commit)
         checked_nonfinite(self.on_nonfinite)
         if self.on_missing_params not in get_args(OnMissingParams):
@@ -326,8 +328,8 @@ class Setup:
         check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
         if clip is not None and (clip.level == "units" or clip.weights):
             raise ValueError(
-                f"{clip!r} with sum_order='fixed', which supports neither rules per unit nor rules that need norms of "
-                "weights: give another rule, such as a threshold"
+                f"{clip!r} with sum_order='fixed', which supports no clipping rules that need norms of rows or of weights: "
+                "give another rule, or a number"
             )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
@@ -452,7 +454,8 @@ class Setup:
             and table.model_plan.entries
         ):
             warnings.warn(
-                f"no tensor of this rank has a replica on {topology!r}: Fingerprints compare nothing on this rank",
+                f"check_replicas=Fingerprints(...) compares nothing on this rank: on {topology!r} no other rank has a "
+                "replica of its tensors",
                 stacklevel=2,
             )
         return FingerprintMonitor(checks, self.check_replicas.every, chain.registry)
@@ -607,8 +610,8 @@ def registry_not_captured(registry: ProcessGroupRegistry, device: torch.device) 
     if registry.topology.world_size == 1 or registry.device.type == device.type:
         return None
     return (
-        f"the gradients are on {device} and collectives on {registry.device}: join the ranks with the backend 'nccl', "
-        "one GPU each"
+        f"the gradients are on {device} and collectives on {registry.device}: initialise torch.distributed with the "
+        "backend 'nccl', and give each rank its own GPU"
     )
 
 
@@ -617,8 +620,8 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
     kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
         yield (
-            f"{kind} decides on the host whether to skip: create it with fused=True, if it has this argument (SGD with "
-            "dampening also needs a step with all gradients before the capture)"
+            f"{kind} decides on the host whether to skip: create {kind} with fused=True, if it has this argument; SGD with "
+            "dampening also needs a step with gradients of all parameters before the capture"
         )
     for part in parts_of(optimizer):
         if reason := getattr(part, "not_captured", None):

@@ -445,8 +445,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             check_loss(loss, "backward")
         if loss is not None and self._scaled_loss is not None and self._scaled_loss() is loss:
             raise RuntimeError(
-                "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "
-                "scale_loss(loss) is for code that calls backward itself, within `with optimizer.window():`"
+                "optimizer.backward was given the result of optimizer.scale_loss(loss), and would multiply it by the loss "
+                "scale again: write optimizer.backward(loss). scale_loss is for code that calls loss.backward() within "
+                "`with optimizer.window():`"
             )
         with self._tracked("backward"), self._micro_batch(weight):
             if loss is not None:
@@ -706,10 +707,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             )
         if self._states.pulling_grads:
             raise RuntimeError(
-                "a GradScaler can't see the gradients that the optimizer applies, because it steps other tensors than the "
-                f"model's parameters (local tensors of DTensors, precision={self.precision.name!r} or "
-                f"states={self._setup.states!r}): leave the scaler out; if the loss must be scaled, give a precision with "
-                "its own loss scale, 'fp16' or 'fp16_naive'"
+                "a GradScaler can't unscale the gradients that this optimizer applies: the optimizer updates shards or "
+                "copies of the model's parameters (local tensors of DTensors, "
+                f"precision={self.precision.name!r} or states={self._setup.states!r}). Leave the scaler out; if the loss "
+                "must be scaled, give precision='fp16' or 'fp16_naive'"
             )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
@@ -882,9 +883,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if not any(self._groups) and where - {str(self._device)}:
                 raise ValueError(
                     f"the new group's parameters are on {', '.join(sorted(where))}, but this rank's loss scale and "
-                    f"counters are on {self._device}, because it had no parameters when the optimizer was made: call "
-                    "torch.cuda.set_device and join the ranks with the backend 'nccl', or give each rank a parameter on "
-                    "its GPU when the optimizer is made"
+                    f"counters are on {self._device}, because this rank had no parameters when the optimizer was created: "
+                    "call torch.cuda.set_device and initialise torch.distributed with the backend 'nccl', or create the "
+                    "optimizer with a parameter on the GPU of each rank"
                 )
             self._check_unfrozen()
             return group, added
@@ -932,8 +933,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _check_refresh(self) -> None:
         if self.micro_batches:
             raise RuntimeError(
-                f"refresh() was called after {self.micro_batches} micro-batches since the last step, whose gradients "
-                "belong to the former parameters: call it between step() and the next backward"
+                "refresh() was called after a backward, and the gradients accumulated since the last update belong to the "
+                "former parameters: call refresh() after the step() that ends gradient accumulation, before the next "
+                "backward"
             )
         self._check_unfrozen()
 
@@ -943,9 +945,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         for name, param in self._states.unfrozen():
             if id(param) in inside:
                 raise RuntimeError(
-                    f"{name} was unfrozen, but the DistributedDataParallel in data_parallel= was made while it was frozen, "
-                    "and does not reduce its gradient: make the DistributedDataParallel and the ParallelOptimizer again, "
-                    "or leave data_parallel= out, and step() averages the gradients"
+                    f"{name} was unfrozen, but the DistributedDataParallel in data_parallel= was created while {name} was "
+                    "frozen, and does not reduce its gradient: create the DistributedDataParallel and the "
+                    "ParallelOptimizer again, or use neither DistributedDataParallel nor data_parallel=, so that step() "
+                    "averages the gradients"
                 )
 
     def _bind_again(

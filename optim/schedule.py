@@ -314,7 +314,10 @@ class WarmupLR(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"{type(optimizer).__name__} is no torch optimizer; give the optimizer, not its parameters")
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, not a torch optimizer; give {type(self).__name__} the "
+                "optimizer itself, not its parameters"
+            )
         self.warmup_steps = whole_steps(warmup_steps, "warmup_steps", 0)
         self.floor = _checked_floor(floor, optimizer)
         self.hold_on_skip = hold_on_skip
@@ -338,8 +341,9 @@ class WarmupLR(LRScheduler):
         """
         if self.optimizer is not optimizer and self.optimizer is not optimizer.optimizer:
             raise ValueError(
-                f"the schedule was created with another {type(self.optimizer).__name__} than the one that this "
-                "ParallelOptimizer wraps; give the ParallelOptimizer that wraps the optimizer of the schedule"
+                "watch() was given the ParallelOptimizer of another optimizer than the "
+                f"{type(self.optimizer).__name__} with which this schedule was created: give watch() the "
+                "ParallelOptimizer of the schedule's optimizer"
             )
         self._watched = optimizer
         self._hold = Hold(optimizer, weakly(self._advance), weakly(self._take_back), hold_on_skip=self.hold_on_skip)
@@ -530,11 +534,13 @@ def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:
     if not 0 <= floor < math.inf:
-        raise ValueError(f"eta_min={floor}: give a finite rate >= 0 (in your own WarmupLR subclass: floor=)")
+        raise ValueError(f"eta_min={floor} (floor= of a WarmupLR subclass): give a finite learning rate >= 0")
     for index, group in enumerate(optimizer.param_groups):
         base = float(group.get("initial_lr", group["lr"]))
         if floor > base:
-            raise ValueError(f"eta_min={floor} is above the base rate {base} of param group {index}; give a lower rate")
+            raise ValueError(
+                f"eta_min={floor} is above the initial learning rate {base} of param group {index}; give a lower eta_min"
+            )
     return float(floor)
 
 
@@ -873,7 +879,7 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
         ValueError: A schedule was created with another optimizer.
     """
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give a schedule of torch or meshstep")
+        raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give an LRScheduler of torch or meshstep")
     if scheduler.optimizer is not optimizer:
         raise ValueError(
             f"{type(scheduler).__name__} was created with an optimizer of type {type(scheduler.optimizer).__name__} that "

@@ -482,8 +482,8 @@ class PieceStates:
         differing = _differing([{**state.scalars, **state.values} for state in begun])
         if differing and (None in counts or not all(_is_number(state, key) for state in begun for key in differing)):
             raise ValueError(
-                f"the optimizer's {', '.join(differing)} of {name} differed between shards that are combined on this mesh, "
-                "and the library can't choose one; continue on the mesh of the checkpoint"
+                f"the saved optimizer state {', '.join(map(repr, differing))} of {name} differs between shards that this "
+                "mesh combines, and no value is right for all of them; continue on the mesh of the checkpoint"
             )
         fewest = begun[counts.index(min(counts))] if differing else begun[0]
         tensors = {key: dtype for state in begun for key, dtype in state.tensors.items()}
@@ -665,9 +665,9 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         for key, value in shared.items():
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"the optimizer's {key} of {stepped.name} is a {type(value).__name__}, which can't be saved for "
-                    "another mesh: save state_dict() on each rank, for the same mesh, or use an optimizer whose state is "
-                    "tensors"
+                    f"the optimizer state {key!r} of {stepped.name} is a {type(value).__name__}, which can't be saved for "
+                    "another mesh: save optimizer.state_dict() on each rank to continue on the same mesh, or use an "
+                    "optimizer whose states are tensors"
                 )
             tensors[f"whole/{key}/{stepped.name}"] = whole(value)
         if parameters.is_first(stepped.param):

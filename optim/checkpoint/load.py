@@ -158,7 +158,8 @@ class Restoration:
             missing = {key for key in now if key in SCALAR_STATE} - numbers
             if kept.tensors and missing:
                 raise ValueError(
-                    f"the checkpoint's state of {stepped.name} has no {', '.join(sorted(missing))}; {EARLIER}"
+                    f"the checkpoint's optimizer state of {stepped.name} has no entry "
+                    f"{', '.join(map(repr, sorted(missing)))}; {EARLIER}"
                 )
 
     def _parts(self, kind: str) -> list[tuple[str, ...]]:
@@ -183,7 +184,7 @@ class Restoration:
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
         if found != Stored(region.full_shape, dtype):
-            factor = ". If two dims differ by a factor, one of the runs declares a wrong dim as sharded"
+            factor = ". If the shapes differ by a factor in two dims, one of the runs declared the wrong dim as sharded"
             raise ValueError(
                 f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
                 f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same precision "
@@ -227,8 +228,9 @@ class Restoration:
         places = {key: f"piece/{key}/{region}/{name}" for key in kept.odd}
         if lost := sorted(key for key, place in places.items() if place not in self._stored):
             raise ValueError(
-                f"the optimizer's {', '.join(lost)} of {name} belongs to shards that do not exist on this mesh (it does "
-                "not have the parameter's shape, so it can't be resharded); continue on the mesh of the checkpoint"
+                f"the checkpoint has {', '.join(map(repr, lost))} of {name} only for shards that do not exist on this "
+                "mesh. An optimizer state without the parameter's shape can't be resharded: continue on the mesh of the "
+                "checkpoint"
             )
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
@@ -539,8 +541,8 @@ class _Run(NamedTuple):
                     self.schedule.load_state_dict(schedule)
                 except Exception as problem:
                     raise ValueError(
-                        f"lr_scheduler= can't load the schedule's state in the checkpoint: {problem!r}; construct it as "
-                        "the schedule that was saved"
+                        f"lr_scheduler= can't load the schedule's state in the checkpoint: {problem!r}; create the "
+                        "schedule with the class and the arguments of the saved run"
                     ) from problem
             if random is not None:
                 set_random_state(random)

@@ -237,8 +237,8 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
     pending = optimizer.micro_batches
     if pending:
         raise ValueError(
-            f"{pending} micro-batches have been accumulated since the last step, and a checkpoint would lose their "
-            "gradients: call save_checkpoint after step()"
+            f"a checkpoint would lose the gradients accumulated since the last update (micro-batches: {pending}): call "
+            "save_checkpoint after the step() that ends gradient accumulation, before the next backward"
         )
 
 

@@ -537,15 +537,16 @@ class TorchStates(torch.optim.Optimizer):
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
         if lengths != [len(group) for group in self._parameters] or len(names) != len(items):
             raise ValueError(
-                f"the state has param groups of {lengths} parameters, but this optimizer has groups of "
-                f"{[len(group) for group in self._parameters]}; create the optimizer with the saved groups"
+                f"the param groups of the state have {lengths} parameters, but the param groups of this optimizer have "
+                f"{[len(group) for group in self._parameters]}; create the optimizer with the saved param groups"
             )
         found = [(item, state_dict["state"].get(name, {})) for item, name in zip(items, names, strict=True)]
         for item, saved in found:
-            if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
+            if saved and set(self._keys[item.entry.name]) != set(saved):
                 raise ValueError(
-                    f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only in this optimizer: the "
-                    "state was saved by another optimizer or in another precision mode; use that optimizer and mode"
+                    f"the state has {', '.join(sorted(saved))} of {item.entry.name}, but this optimizer has "
+                    f"{', '.join(sorted(self._keys[item.entry.name])) or 'no states'}: use the optimizer and the precision "
+                    "mode of the saved run"
                 )
         return found
 
@@ -608,8 +609,9 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
         elif isinstance(value, (int, float)):
             if f"{before}{key}" not in numbers:
                 raise ValueError(
-                    f"the state has no number {_OWN}{before}{key}: it was saved in another precision mode, or not with "
-                    "TorchStates; continue in that mode, or give the state_dict() of a TorchStates"
+                    f"the state has no entry {_OWN}{before}{key}, so it was saved in another precision mode, or without "
+                    "TorchStates: continue in the precision mode of the saved run, or give the state_dict() of a "
+                    "TorchStates"
                 )
             found = numbers[f"{before}{key}"]
             try:

@@ -224,7 +224,7 @@ def check_threshold(value: Threshold, name: str) -> None:
     if callable(value):
         getattr(value, "check", bool)()
         return
-    check_scalar(value, name, "a number, a function of the number of steps, or None")
+    check_scalar(value, name, "a number or a function of the number of steps")
     check_number_threshold(value, name)
 
 
@@ -238,10 +238,8 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
     check_scalar(value, name)
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
-        without = "math.inf, so that the group is not clipped" if infinite else "None, to turn clipping off"
-        raise ValueError(
-            f"{name}={value}: give a finite number > 0, for gradients divided by the loss scale; or {without}"
-        )
+        without = ", or math.inf to leave the group unclipped" if infinite else ""
+        raise ValueError(f"{name}={value}: give a finite number > 0{without}")
 
 
 def check_positive(value: float, name: str) -> None:

@@ -253,8 +253,8 @@ class AgreedThresholds:
         if not self.everywhere and own != list(self.values[: len(own)]):
             before = list(self.values[: len(own)])
             raise ValueError(
-                f"max_norm of the param groups is {own} and was {before} when the optimizer was constructed; some "
-                "ranks have fewer groups and would clip by the old values: construct the optimizer again"
+                f"max_norm of this rank's param groups is {own} and was {before} when the optimizer was created; ranks "
+                "with fewer param groups would still clip by the old values: create the optimizer again"
             )
         return own + list(self.values[len(own) :])
 

@@ -352,8 +352,8 @@ def _listed(
         registry = registry_of_meshes([param for _, param in given])
     elif isinstance(registry, int | float):
         raise TypeError(
-            f"registry is {registry!r}: give a ProcessGroupRegistry, or None. Pass the order of the norm by keyword, "
-            "norm_type=..., to a function that has this argument"
+            f"registry is {registry!r}: give a ProcessGroupRegistry, or None. If {registry!r} is the order of the norm, "
+            f"write norm_type={registry!r}"
         )
     check_registry(registry)
     return OneShotParams.of(given, registry, is_inferred), registry
@@ -490,7 +490,9 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
         changes = "changes gradients in place" if rule.in_place else "needs norms of weights"
         why = "has state" if rule.initial() else changes if rule.level == "total" else "distinguishes parameters"
         name = type(rule).__name__
-        raise TypeError(f"{name} {why}: make clip = ClipState({name}(...)) once, and give clip in every call")
+        raise TypeError(
+            f"{name} {why}: create clip = ClipState({name}(...)) once, and pass clip as max_norm in every call"
+        )
     return clip
 
 

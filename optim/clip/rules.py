@@ -276,8 +276,8 @@ class ByName(Clip):
             where = f"the rule of {pattern!r}" if pattern else "the rule of others="
             if rule.level != "total" or rule.in_place or rule.weights or rule.norm_type is not None:
                 raise ValueError(
-                    f"{where} is {rule!r}: give a rule that multiplies all gradients by one factor, such as ByNorm or "
-                    "ZClip, and give norm_type to ByName"
+                    f"{where} is {rule!r}: give a rule without norm_type that multiplies all gradients by one factor, such "
+                    "as ByNorm(1.0) or ZClip(), and set norm_type in ByName(..., norm_type=...)"
                 )
             try:
                 rule.check()

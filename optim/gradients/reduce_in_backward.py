@@ -155,8 +155,9 @@ class BackwardReducer:
         """
         if self.late_grad is not None:
             raise RuntimeError(
-                f"{self._name_of(self.late_grad)} got a gradient outside of optimizer.backward after the window's "
-                "gradients were reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
+                f"{self._name_of(self.late_grad)} got a gradient outside of optimizer.backward, after the gradients of "
+                "this step had been reduced: with overlap=True, call optimizer.backward(loss) for the last micro-batch "
+                "before step()"
             )
 
     def keep_in_place(self) -> None:

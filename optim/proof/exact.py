@@ -180,8 +180,8 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         dense_name, made = (found, None) if isinstance(found, str) else found
         if dense_name not in there:
             raise ValueError(
-                f"the dense model has no parameter {dense_name!r}, the counterpart of {name}; it has {', '.join(there)}: "
-                "give the right one with names="
+                f"the dense model has no parameter {dense_name!r}, the counterpart of {name}; give the name of the "
+                f"counterpart with names={{{name!r}: ...}}, one of {', '.join(there)}"
             )
         counterpart = there[dense_name]
         gradient = torch.zeros_like(counterpart) if counterpart.grad is None else counterpart.grad
@@ -201,7 +201,8 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
     covered = {name for of_rank in gather_objects({name for name, _ in found}, registry) for name in of_rank}
     if missing := [name for name in there if name not in covered]:
         raise ValueError(
-            f"no rank has a counterpart of the dense model's {', '.join(missing)}; give each a parameter with names="
+            f"no rank has a counterpart of the dense model's {', '.join(missing)}; map a parameter of the parallel model "
+            "to each with names="
         )
     return [each for _, each in found]
 

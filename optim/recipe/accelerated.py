@@ -75,7 +75,7 @@ def _check(driver: Any, accelerator: Any, optimizer: ParallelOptimizer[Any]) -> 
         )
     if optimizer.accumulation_steps is not None:
         raise ValueError(
-            "accelerate manages accumulation windows itself; leave accumulation_steps= of ParallelOptimizer out"
+            "accelerate manages gradient accumulation itself; leave accumulation_steps= of ParallelOptimizer out"
         )
     _check_not_wrapped(optimizer)
 
@@ -123,8 +123,8 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
             )
         if not accelerator.sync_gradients:
             raise RuntimeError(
-                "the clip function was called in the middle of an accumulation window, whose gradients are "
-                "incomplete; write `if accelerator.sync_gradients:` before the call"
+                "the clip function was called before the last micro-batch of a step, when gradients are incomplete; "
+                "write `if accelerator.sync_gradients:` before the call"
             )
         if optimizer.last_stats is None:
             _check_not_wrapped(optimizer)

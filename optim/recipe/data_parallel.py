@@ -65,15 +65,17 @@ def check_data_parallel(
         )
     if mode == "fsdp" and len(topology.data_axes) > 2 and data_alias(topology) is None:
         raise ValueError(
-            f"data_parallel='fsdp' needs at most two data axes, one for replicas and one for shards, and {topology!r} has "
-            f"{len(topology.data_axes)}; use two, give the topology an alias for all of them, or give 'zero1' or 'zero2'"
+            f"data_parallel='fsdp' supports two data axes, one for replicas and one for shards, but {topology!r} has "
+            f"{len(topology.data_axes)}; use two, declare an alias for all of them with Topology(aliases=...), or give "
+            "data_parallel='zero1' or 'zero2'"
         )
     if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:
         _check_no_data_spec(mode, registry, model)
     if mode == "fsdp" and optimizer is not None and optimizer.state and data_size(registry) > 1:
         raise ValueError(
-            "data_parallel='fsdp' creates new parameters, and this optimizer already has states of the old ones; call "
-            "boost before its first step and load a checkpoint afterwards, or give 'zero1' or 'zero2', which keep states"
+            "data_parallel='fsdp' creates new parameters, but this optimizer already has states of the old parameters; "
+            "call boost before the optimizer's first step and load a checkpoint afterwards, or give "
+            "data_parallel='zero1' or 'zero2', which keep states"
         )
 
 
@@ -376,9 +378,9 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
             for mine, other in zip(own, others, strict=False):
                 if mine.partition(": ")[2] != other.partition(": ")[2]:
                     raise ValueError(
-                        f"replicas can't be aligned: they have {mine} on rank {rank}, but {other} on rank {first}; perhaps "
-                        "only one of these replicas was stepped. Load a checkpoint, so that both have the same optimizer "
-                        "states"
+                        f"replicas can't be aligned: the optimizer has {mine} on rank {rank}, but {other} on rank {first}; "
+                        "perhaps only one of these ranks has made a step. Load a checkpoint, so that both ranks have the "
+                        "same optimizer states"
                     )
             if len(own) != len(others):
                 raise ValueError(

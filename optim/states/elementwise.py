@@ -152,7 +152,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         if _across_tensors(part) and not said:
             raise ValueError(
                 f"{why}, but {name} estimates its step size from all parameters together, so parts of the model would get "
-                f"different step sizes. {_ALIKE}; {_SAY_SO}"
+                f"different step sizes. {_ALIKE}"
             )
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
@@ -172,8 +172,9 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
     for part in parts_of(optimizer):
         if asks_other_ranks(part):
             raise ValueError(
-                f"{why}, and the number of buckets may differ between ranks, but {type(part).__name__} uses collectives in "
-                "each step: keep float32 masters and states; to save memory, use Sharded or Offloaded"
+                f"{why}, and the number of calls may differ between ranks, but {type(part).__name__} uses collectives in "
+                "each call: keep float32 master weights and states; to save memory, use states=Sharded(...) or "
+                "Offloaded(...)"
             )
 
 

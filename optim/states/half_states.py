@@ -75,7 +75,7 @@ class HalfStates(StatePlacement):
                 f"precision={context.precision!r} keeps optimizer states in bfloat16 already: leave HalfStates out of "
                 "states="
             )
-        check_in_buckets(context.optimizer, "HalfStates steps bucket by bucket")
+        check_in_buckets(context.optimizer, "HalfStates updates parameters in several calls of the optimizer's step()")
 
     def transform(self, context: PlacementContext) -> ParamTransform:
         return HalfStatesTransform(self, context)

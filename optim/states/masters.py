@@ -61,7 +61,7 @@ def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Te
         raise ValueError(
             f"{name} needs float32 gradients, {context.data_parallel.float32_grads_advice}, or leave split_masters out"
         )
-    check_in_buckets(context.optimizer, f"{name} steps bucket by bucket")
+    check_in_buckets(context.optimizer, f"{name} updates parameters in several calls of the optimizer's step()")
 
 
 class SplitMasters(ParamTransform):
@@ -155,14 +155,15 @@ class SplitMasters(ParamTransform):
         if dropped and window.captured:
             raise RuntimeError(
                 f"{label_of(dropped[0])} was written, or moved to new memory, since the last step. Every replay of this "
-                "CUDA graph would set the low 16 bits of its master to 0: make one step without a graph before the capture"
+                "CUDA graph would set the low 16 bits of the parameter's master weight to 0: make one step without a graph "
+                "before the capture"
             )
         self._writes = self._writes + 1 if dropped else 0
         if self._writes == MANY_WRITES:
             warnings.warn(
                 f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
-                "write drops the bits of the master beyond bfloat16, so small updates are lost: don't write weights in "
-                "every step; apply a pruning mask, for example, in the forward or to the gradients",
+                "write drops the bits of the master weight beyond bfloat16, so small updates are lost: don't write weights "
+                "in every step. Apply a pruning mask, for example, in the forward or to the gradients",
                 stacklevel=2,
             )
 

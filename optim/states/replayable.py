@@ -88,7 +88,8 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
         if isinstance(transform, UpdateRecorder):
             return transform.replay()
     raise RuntimeError(
-        "replay needs the inputs of the last update: give states=Replayable(), which copies them in each step"
+        "replay needs the inputs of the last update: create the optimizer with states=Replayable(), which copies them in "
+        "each step"
     )
 
 

@@ -760,9 +760,9 @@ class Shards(ParamTransform):
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{name} got a gradient outside of optimizer.backward, but the accumulation window also has calls "
-                    "of optimizer.backward: with Sharded(gradients=True) call it for all micro-batches of a window, or for "
-                    "none"
+                    f"{name} got a gradient outside of optimizer.backward, but optimizer.backward was also called since "
+                    "the last step: with Sharded(gradients=True), call optimizer.backward(loss) for all micro-batches of a "
+                    "step, or for none"
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:
@@ -828,7 +828,7 @@ class Shards(ParamTransform):
 def _check_cleared(window: Window) -> None:
     if window.has_stale_grads:
         raise RuntimeError(
-            "the reduced gradients of the previous accumulation window have not been cleared, and new gradients can't be "
-            "added to them: call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches "
-            "follow); zero_grad() of the model does not clear them"
+            "the reduced gradients of the previous step or clip have not been cleared, and new gradients can't be added to "
+            "them: call zero_grad() of this optimizer after every step (and after clipping, if more micro-batches follow); "
+            "zero_grad() of the model does not clear them"
         )

@@ -226,7 +226,7 @@ def test_disabled_grad_scaler_trains_as_without_a_grad_scaler(registry: ProcessG
 def test_grad_scaler_rejects_an_offloaded_optimizer(registry: ProcessGroupRegistry) -> None:
     run = Run("SGD", registry, states=Offloaded(1.0))
     backward(run, 0)
-    with pytest.raises(RuntimeError, match="a GradScaler can't see the gradients that the optimizer applies"):
+    with pytest.raises(RuntimeError, match="a GradScaler can't unscale the gradients that this optimizer applies"):
         run.scaler.step(run.optimizers[0])
 
 

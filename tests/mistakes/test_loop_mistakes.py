@@ -293,7 +293,10 @@ def loss_scaled_by_hand(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "the loss is scaled already: give backward(loss) the loss itself"),
+    Error(
+        RuntimeError,
+        "optimizer.backward was given the result of optimizer.scale_loss(loss) ... write optimizer.backward(loss)",
+    ),
     write="call `optimizer.backward(loss)` only",
     mode="fp16_naive",
 )

@@ -366,7 +366,8 @@ def mode_misspelled(run: Run) -> None:
 @mistake(
     "data=2",
     Error(
-        ValueError, "precision='bf16' steps half-precision parameters ... .prepare(model) before the optimizer is made"
+        ValueError,
+        "precision='bf16' needs half-precision parameters ... .prepare(model) before you create the optimizer",
     ),
     write='call `precision_of("bf16").prepare(model)` before you create the optimizer',
 )

@@ -496,7 +496,10 @@ def loaded_with_the_inner_optimizer(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "micro-batches have been accumulated ... call save_checkpoint after step()"),
+    Error(
+        ValueError,
+        "a checkpoint would lose the gradients ... call save_checkpoint after the step()",
+    ),
     write="save after `step()`",
 )
 def saved_within_a_window(run: Run) -> None:

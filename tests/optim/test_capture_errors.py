@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding seeds its random bits"),
     "RMSprop": (
         lambda: run_of(inner=torch.optim.RMSprop),
-        "RMSprop decides on the host whether to skip: create it with fused",
+        "RMSprop decides on the host whether to skip: create RMSprop with fused",
     ),
     "SOAP": (lambda: run_of(inner=SOAP), "SOAP counts steps on the host"),
     "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads the skip flag on the host"),

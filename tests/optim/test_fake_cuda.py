@@ -258,7 +258,9 @@ def test_cuda_param_group_is_rejected_on_rank_without_initial_parameters_over_gl
         optimizer = ParallelOptimizer(torch.optim.AdamW([{"params": []}], fused=True), registry)
         added = nn.Parameter(torch.ones(6, device="cuda"))
         annotate(added, P(), "added")
-        with pytest.raises(ValueError, match="this rank's loss scale and counters are on cpu, because it had no param"):
+        with pytest.raises(
+            ValueError, match="this rank's loss scale and counters are on cpu, because this rank had no param"
+        ):
             optimizer.add_param_group({"params": [added]})
         assert len(optimizer.param_groups) == 1
 
@@ -470,7 +472,9 @@ def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_capture_with_collectives_on_host_raises() -> None:
-    with pytest.raises(RuntimeError, match="on cuda:0 and collectives on cpu: join the ranks with the backend 'nccl'"):
+    with pytest.raises(
+        RuntimeError, match=r"on cuda:0 and collectives on cpu: initialise torch.distributed with the backend 'nccl'"
+    ):
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 
 

@@ -274,7 +274,7 @@ def test_added_param_group_with_rate_below_eta_min_raises(registry: ProcessGroup
     schedule = CosineAnnealingLR(optimizer, total_steps=10, eta_min=0.2, hold_on_skip=False)
     optimizer.add_param_group({"params": [param(3)], "lr": 0.1})
     optimizer.step()
-    with pytest.raises(ValueError, match=r"eta_min=0.2 is above the base rate 0.1 of param group 1"):
+    with pytest.raises(ValueError, match=r"eta_min=0.2 is above the initial learning rate 0.1 of param group 1"):
         schedule.step()
 
 

@@ -25,7 +25,10 @@ def test_saving_inside_accumulation_window_is_rejected(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model, accumulation_steps=2)
     optimizer.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(ValueError, match=r"1 micro-batches have been accumulated.*call save_checkpoint after step\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"since the last update \(micro-batches: 1\): call save_checkpoint after the step",
+    ):
         save_checkpoint(tmp_path, model, optimizer)
     optimizer.step(final=True)
     save_checkpoint(tmp_path, model, optimizer)

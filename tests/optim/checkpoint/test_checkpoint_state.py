@@ -176,7 +176,7 @@ def test_int_list_and_per_row_states_are_restored_on_same_layout_and_rejected_on
         same(found, saved) for found, saved in zip(world.run(2, load_odd, tmp_path / "two", TENSOR), two, strict=True)
     )
     message = error_of(load_odd, tmp_path / "two", ONE)
-    assert "history of weight differed between shards" in message or "rows of weight belongs to shards" in message
+    assert "'history' of weight differs between shards" in message or "'rows' of weight only for shards" in message
 
 
 def adafactor(path: Path, resume: bool) -> list[float]:

@@ -311,7 +311,7 @@ def test_optimizer_state_of_other_layout_with_same_shard_shape_is_resharded(worl
     ("value", "said"),
     [
         ("x", "has meshstep/skipped_steps='x', which is no number; give the result of state_dict"),
-        (None, "has no number meshstep/skipped_steps: .*, or not with TorchStates"),
+        (None, "has no entry meshstep/skipped_steps, so .*, or without TorchStates"),
     ],
 )
 def test_torch_states_reject_state_without_valid_count_of_skipped_steps(value: str | None, said: str) -> None:

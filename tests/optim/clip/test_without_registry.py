@@ -317,7 +317,7 @@ def test_per_parameter_rule_clips_each_parameter_without_registry(world: World) 
 
 
 def test_number_as_registry_argument_raises_with_advice() -> None:
-    with pytest.raises(TypeError, match=r"registry is 1.0: give a ProcessGroupRegistry.*by keyword, norm_type="):
+    with pytest.raises(TypeError, match=r"registry is 1.0: give a ProcessGroupRegistry.*write norm_type=1.0"):
         clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, 1.0)  # type: ignore[arg-type]
 
 

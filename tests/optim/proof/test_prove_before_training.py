@@ -174,7 +174,7 @@ def before_its_step() -> str:
 def test_prove_between_overlapped_backward_and_step_makes_step_raise(world: World) -> None:
     """The step cannot distinguish the backward of `prove` from a backward of training."""
     for told in world.run(4, before_its_step):
-        assert "got a gradient outside of optimizer.backward after the window's gradients were reduced" in told
+        assert "got a gradient outside of optimizer.backward, after the gradients of this step had been reduced" in told
 
 
 # Loss functions that raise --------------------------------------------------------------------------------------------

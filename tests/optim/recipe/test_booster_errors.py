@@ -88,7 +88,7 @@ def other_schedule() -> Any:
             lambda: {"lr_scheduler": other_schedule()},
             "StepLR was created with an optimizer of type SGD that is not the given one",
         ),
-        (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give a schedule of torch or meshstep"),
+        (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give an LRScheduler of torch or meshstep"),
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
     ],
 )
@@ -238,7 +238,7 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
     ({"tensor": 2}, "", None, "no spec for 0.weight, 0.bias.*say how each parameter is laid out"),
     ({"data": 2}, "split", "ddp", r"0.weight, P\('data'\), contains the data axis 'data' .*; give data_parallel=None"),
     ({"data": 2}, "split", "fsdp", "treats all parameters equally over the data axes"),
-    ({"data": 2}, "stepped", "fsdp", "has states of the old ones; call boost before its first step"),
+    ({"data": 2}, "stepped", "fsdp", "has states of the old parameters; call boost before the optimizer's first step"),
     (
         {"data": 2},
         "wrapped",

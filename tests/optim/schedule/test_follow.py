@@ -147,7 +147,7 @@ def test_schedule_created_before_wrapping_holds_in_skipped_steps_after_watch(fus
         optimizer.step()
         schedule.step()
         assert rates(optimizer) == pytest.approx([rate])
-    with pytest.raises(ValueError, match="the schedule was created with another SGD"):
+    with pytest.raises(ValueError, match="of another optimizer than the SGD with which this schedule was created"):
         LinearWarmupLR(optimizer_of(BASES), 10).watch(optimizer)
 
 

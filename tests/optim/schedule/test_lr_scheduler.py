@@ -162,8 +162,14 @@ def test_schedule_state_with_other_number_of_param_groups_is_rejected() -> None:
 BAD: list[tuple[Callable[[Any], object], str]] = [
     (lambda o: CosineAnnealingLR(o, 0), "total_steps=0: give a whole number of steps >= 1"),
     (lambda o: CosineAnnealingLR(o, 10, 1e-5), "warmup_steps=1e-05"),  # type: ignore[arg-type]
-    (lambda o: CosineAnnealingLR(o, 10, eta_min=0.1), "eta_min=0.1 is above the base rate 0.02 of param group 1"),
-    (lambda o: CosineAnnealingLR(o, 10, eta_min=math.nan), "eta_min=nan: give a finite rate >= 0"),
+    (
+        lambda o: CosineAnnealingLR(o, 10, eta_min=0.1),
+        "eta_min=0.1 is above the initial learning rate 0.02 of param group 1",
+    ),
+    (
+        lambda o: CosineAnnealingLR(o, 10, eta_min=math.nan),
+        r"eta_min=nan \(floor= .*\): give a finite learning rate >= 0",
+    ),
     (lambda o: LinearWarmupLR(o, 10, -1), "warmup_steps=-1"),
     (lambda o: PolynomialLR(o, 10, power=0), "power=0: give a finite number > 0"),
     (lambda o: MultiStepLR(o, [3, -1]), r"milestones\[1\]=-1"),
@@ -183,5 +189,5 @@ def test_invalid_schedule_arguments_are_rejected_and_change_nothing(
 
 
 def test_schedule_rejects_object_that_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match="list is no torch optimizer"):
+    with pytest.raises(TypeError, match="optimizer is a list, not a torch optimizer"):
         ConstantLR([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]

@@ -131,8 +131,8 @@ def test_optimizers_without_global_estimate_are_accepted_on_full_tensors(world: 
     ("where", "says"),
     [
         ("pipeline", "ranks hold different parameters, but Prodigy estimates"),
-        ("half states", "HalfStates steps bucket by bucket, but Prodigy"),
-        ("rounded", "stochastic rounding steps bucket by bucket, but Prodigy"),
+        ("half states", "HalfStates updates parameters in several calls of the optimizer's step(), but Prodigy"),
+        ("rounded", "stochastic rounding updates parameters in several calls of the optimizer's step(), but Prodigy"),
         ("replicas", ""),
     ],
 )

@@ -152,7 +152,10 @@ def test_replay_identifies_the_rank_with_the_flipped_bit(world: World, name: str
 def test_replay_without_replayable_state_raises() -> None:
     optimizer = alone(OPTIMIZERS["SGD"], states=())
     step_of(optimizer)
-    with pytest.raises(RuntimeError, match=r"replay needs the inputs of the last update: give states=Replayable\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"inputs of the last update: create the optimizer with states=Replayable\(\)",
+    ):
         replay(optimizer)
 
 

@@ -738,7 +738,7 @@ def refusal(what: str) -> str:
         ("float16", "weight is float16, but only bfloat16 parameters can have split masters: prepare the model"),
         ("ddp", "needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out"),
         ("Replayable", "leave Replayable out of states=, or leave split_masters=True out"),
-        ("Muon", "steps bucket by bucket"),
+        ("Muon", "several calls of the optimizer's step"),
     ],
 )
 def test_split_masters_reject_unsupported_options_on_every_rank(world: World, what: str, words: str) -> None:

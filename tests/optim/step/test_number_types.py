@@ -23,7 +23,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
 
-NUMBER = "give a number, a function of the number of steps, or None, not a "
+NUMBER = "give a number or a function of the number of steps, not a "
 
 OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"max_norm": "1.0"}, TypeError, f"max_norm='1.0': {NUMBER}str"),

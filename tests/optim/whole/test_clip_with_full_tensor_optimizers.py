@@ -104,5 +104,5 @@ def test_by_group_rule_allows_infinite_group_threshold_but_not_infinite_others_a
     ByGroup((inf, 1.0), 2.0).check()
     with pytest.raises(ValueError, match="ByGroup others=inf: give a finite number"):
         ByGroup((1.0,), inf).check()
-    with pytest.raises(ValueError, match=r"thresholds\[0\]=nan: .*or math\.inf, so that the group is not clipped"):
+    with pytest.raises(ValueError, match=r"thresholds\[0\]=nan: .*or math\.inf to leave the group unclipped"):
         ByGroup((float("nan"),)).check()

@@ -334,7 +334,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     strange = [axis for axis in options.topology.axes if axis not in (*topology.data_axes, "pipe", "tensor")]
     if strange:
         raise ValueError(
-            f"no layers support the axes {', '.join(strange)}: give data, pipe, tensor, or several of them"
+            f"--topology has {', '.join(strange)}, over which this script can't shard layers: use only data, pipe "
+            "and tensor"
         )
     return options
 

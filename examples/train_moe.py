@@ -49,8 +49,8 @@ class Trainer(train_digits.Trainer):
         strange = [axis for axis in (*topology.pipe_axes, *topology.model_axes) if axis != "tensor"]
         if strange:
             raise ValueError(
-                f"no expert layers support the axes {', '.join(strange)}: give data axes, the axes of --experts, "
-                "tensor, or several of them"
+                f"--topology has {', '.join(strange)}, over which this script can't shard layers: use only data axes, the "
+                "axes of --experts, and tensor"
             )
         self.shape = MixtureShape(options.num_experts, options.top_k, options.capacity)
         super().__init__(options, registry)

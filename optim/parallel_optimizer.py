@@ -1168,9 +1168,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         A capture in spite of a reason raises RuntimeError with all reasons. Collectives, host synchronization: none.
         """
         scaler = (
-            "a GradScaler calls it: leave the scaler out, and give a precision with its own loss scale, such as 'fp16'"
+            "a GradScaler calls step(): leave the scaler out, and give a precision with its own loss scale, such as "
+            "'fp16'"
         )
-        reads_norm = "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
+        reads_norm = "on_nonfinite='raise' reads the norm on the host: leave it out, and call poll() between replays"
         reasons = [
             self._completion.not_captured(),
             registry_not_captured(self.registry, self._device),

@@ -83,7 +83,7 @@ class GPT(nn.Module):
         strange = [axis for axis in registry.topology.model_axes + registry.topology.pipe_axes if axis != "tensor"]
         if strange:
             raise ValueError(
-                f"no layers support the axes {', '.join(strange)}: give data, cp, tensor, or several of them"
+                f"--topology has {', '.join(strange)}, over which this model can't be sharded: use only data, cp and tensor"
             )
         self.registry, self.sequence = registry, SplitSequence(registry)
         self.embed = VocabParallelEmbedding(VOCABULARY, width, registry)

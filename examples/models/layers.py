@@ -236,6 +236,6 @@ def layers_for(registry: ProcessGroupRegistry) -> DenseLayers:
     if axes == {"input", "weight", "output"}:
         return Layers3D(registry)
     raise ValueError(
-        f"no layers support {registry.topology!r}: give, in addition to data axes, no axis; or tensor; or row and col; or "
-        "depth, row and col; or input, weight and output"
+        f"no layers support {registry.topology!r}: give only data axes, or data axes with tensor, with row and col, with "
+        "depth, row and col, or with input, weight and output"
     )

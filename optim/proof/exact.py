@@ -201,8 +201,8 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
     covered = {name for of_rank in gather_objects({name for name, _ in found}, registry) for name in of_rank}
     if missing := [name for name in there if name not in covered]:
         raise ValueError(
-            f"no rank has a counterpart of the dense model's {', '.join(missing)}; map a parameter of the parallel model "
-            "to each with names="
+            f"no rank has a counterpart of the dense model's {', '.join(missing)}; give each a parameter of the "
+            "parallel model with names={parallel name: dense name}"
         )
     return [each for _, each in found]
 

@@ -212,9 +212,10 @@ class GradientCompletion:
         return seen._replace(
             wrong=f"a DistributedDataParallel over the ranks {ranks} wraps {name}, of which these ranks hold different "
             "shards. It has overwritten all shards with the shard of one rank, and averages gradients of different shards. "
-            "Make the model again, and don't wrap it: step() averages gradients over the data axes. Or, if no parameter is "
-            "sharded over a data axis, wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with "
-            "the data axes, and pass that as data_parallel="
+            "Build the model again, and don't wrap it: step() averages gradients over the data axes. Or, if no parameter "
+            "is sharded over a data axis, wrap the model with DistributedDataParallel(model, "
+            "process_group=registry.group(...)), with the names of the data axes in group(...), and pass the wrapped model "
+            "as data_parallel="
         )
 
     def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:

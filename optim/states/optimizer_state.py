@@ -134,14 +134,14 @@ def check_caller(
     if where.axes or any(id(param) not in own for param in stepped):
         raise ValueError(
             "torch's state-dict functions would save wrong optimizer states, because the optimizer steps other tensors "
-            "than the model's parameters (shards, masters or CPU copies), or ranks step different parameters: give them "
-            "meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+            "than the model's parameters (shards, master weights or CPU copies), or ranks step different parameters: pass "
+            "these functions meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
     if not makes_states:
         raise ValueError(
             "the optimizer has no states yet. torch's state-dict functions would call step() once to create them, but with "
-            "accumulation_steps= this call updates nothing: give them meshstep.optim.TorchStates(optimizer), or use "
-            "save_checkpoint"
+            "accumulation_steps= this call updates nothing: pass these functions meshstep.optim.TorchStates(optimizer), or "
+            "use save_checkpoint"
         )
 
 

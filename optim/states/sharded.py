@@ -586,9 +586,9 @@ class Shards(ParamTransform):
         for index, decision in sharded.items():
             if decision.summed and not self._is_in_tree(decision):
                 return (
-                    f"{entries[index].name}: Sharded({self.how.axis!r}, gradients=True) with sum_order='fixed' shards it "
-                    f"over {', '.join(decision.axes)}, and gradients are summed over {', '.join(self._tree.axes)}: name "
-                    "all data axes, or leave gradients=True out"
+                    f"{entries[index].name}: with sum_order='fixed' gradients are summed over "
+                    f"{', '.join(self._tree.axes)}, but Sharded({self.how.axis!r}, gradients=True) shards them over "
+                    f"{', '.join(decision.axes)}: give Sharded an alias of all data axes, or leave gradients=True out"
                 )
         return None
 

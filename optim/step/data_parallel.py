@@ -65,12 +65,12 @@ def check_gradient_reduction(
         }
         for argument in (name for name, is_given in given.items() if is_given):
             raise ValueError(
-                f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients at the "
-                "end of the window: leave out one of the two arguments"
+                f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients after "
+                "the last backward: leave out one of the two arguments"
             )
         if accumulation_steps is None:
             raise ValueError(
-                "sum_order='fixed' must know the number of micro-batches per window: give accumulation_steps=1, or more"
+                "sum_order='fixed' must know the number of micro-batches per step: give accumulation_steps=1, or more"
             )
 
 
@@ -98,9 +98,9 @@ def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor
         over = [axis for axis in topology.data_axes if axis in entry.spec.named_axes or axis in entry.averaged]
         if entry.trained and over:
             raise ValueError(
-                f"{entry.name} ({entry.spec}) names the data axis {over[0]!r}, but sum_order='fixed' supports only "
-                "parameters whose spec names no data axis: leave out sum_order='fixed', or declare the parameter without "
-                "data axes, as a replica"
+                f"the spec {entry.spec} of {entry.name} contains the data axis {over[0]!r}, but sum_order='fixed' supports "
+                "only parameters that are replicated over data axes: leave out sum_order='fixed', or replicate the "
+                "parameter and declare a spec without data axes"
             )
 
 
@@ -202,9 +202,9 @@ class OverlappedReduce(GradSyncController):
         """
         if self.on and window.reduced:
             raise RuntimeError(
-                "an earlier backward of this window has reduced the gradients already, as overlap=True does in the last "
-                "micro-batch: call backward for all earlier micro-batches within optimizer.no_sync(), or give "
-                "accumulation_steps"
+                "an earlier backward has already reduced the gradients of this step, as overlap=True does in each backward "
+                "outside of optimizer.no_sync(): run all micro-batches except the last within `with optimizer.no_sync():`, "
+                "or give ParallelOptimizer accumulation_steps="
             )
         reduces = self.on
         if reduces and is_captured():
@@ -394,9 +394,9 @@ class TorchGradSync(GradSyncController):
         """
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
-                "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
-                "before its backward. Call mark_last_micro_batch() before the forward of the last micro-batch if a window "
-                "is shorter than accumulation_steps, and run that micro-batch outside of no_sync()"
+                "fully_shard has not reduced the gradients of this step, because it was not told before the last "
+                "micro-batch to do so. Run the last micro-batch outside of no_sync(); if a step has fewer micro-batches "
+                "than accumulation_steps, also call optimizer.mark_last_micro_batch() before the forward of the last one"
             )
         return not window.sync_skipped
 
@@ -404,9 +404,9 @@ class TorchGradSync(GradSyncController):
         """Raise RuntimeError if `fully_shard` keeps unreduced gradients, because it would add them to later gradients."""
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
-                "fully_shard keeps the gradients of micro-batches that it has not reduced, even if the parameters' "
-                "gradients are cleared: finish the window with a micro-batch that it reduces, after "
-                "mark_last_micro_batch() and outside of no_sync(), before zero_grad()"
+                "zero_grad() can't clear the gradients that fully_shard has not reduced yet, and fully_shard would add "
+                "them to later gradients: before zero_grad(), call optimizer.mark_last_micro_batch() and run one more "
+                "micro-batch outside of no_sync(), so that fully_shard reduces them"
             )
 
 
@@ -423,11 +423,15 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
             f"data_parallel={kind} of Megatron averages gradients over ranks {ranks}, but this rank's data axes ({names}) "
             f"have the ranks {expected}: create the registry with meshstep.parallel.interop.megatron.registry_of()"
         )
-    write = f"process_group=registry.group({names})" if axes else "no DistributedDataParallel"
+    write = (
+        f"wrap it with DistributedDataParallel(..., process_group=registry.group({names}))"
+        if axes
+        else "don't wrap it with DistributedDataParallel"
+    )
     raise ValueError(
         f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "
         f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: build "
-        f"the model again, and give {write}"
+        f"the model again, and {write}"
     )
 
 
@@ -603,8 +607,8 @@ class MegatronGradSync(TorchGradSync):
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
                 "Megatron's DistributedDataParallel with overlap_grad_reduce=True has not reduced the gradients of this "
-                "window: call mark_last_micro_batch() before the forward of the last micro-batch if a window is shorter "
-                "than accumulation_steps, and run that micro-batch outside of no_sync()"
+                "step. Run the last micro-batch outside of no_sync(); if a step has fewer micro-batches than "
+                "accumulation_steps, also call optimizer.mark_last_micro_batch() before the forward of the last one"
             )
         return True
 

@@ -137,8 +137,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
             "the gradients are in param.main_grad; give the module that stores them there, Megatron's "
             "DistributedDataParallel, as data_parallel="
             if any(rank.elsewhere for rank in seen)
-            else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
-            "replace its parameters, and don't clear gradients between backward and step"
+            else "create the torch optimizer from model.parameters() after moving, sharding or wrapping the model, because "
+            "these may replace parameters, and don't clear gradients between backward and step"
         )
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
 
@@ -207,10 +207,11 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
     if not ranks or (others == 1 and not scaled):
         return
-    state = "local to that rank, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
+    state = "local to that rank, not reduced over ranks yet" if others > 1 else "still multiplied by the loss scale"
     warnings.warn(
         f"all gradients of rank {ranks[0]} were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ "
-        f"or clip_grad_value_: they were {state}. To clip, remove that call and give ParallelOptimizer max_norm=. If you "
+        f"or clip_grad_value_. These gradients were {state}: to clip, remove that call and give ParallelOptimizer "
+        "max_norm=. If you "
         "change gradients on purpose, silence this: warnings.filterwarnings('ignore', message='.*were written to between "
         "backward and step')",
         stacklevel=2,
@@ -235,15 +236,15 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
             raise
         # The text must contain "got no reply": `is_transport_error` then treats the error as explained.
         raise RuntimeError(
-            f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
-            f"{window.steps}, and got no reply: the windows of other ranks have micro-batches. Call backward equally "
+            f"rank {registry.global_rank} called step() without a backward since its last update (accumulation_steps="
+            f"{window.steps}), and got no reply from ranks that have called backward. Call backward equally "
             "often on every rank, and backward(None) on a rank without samples. torch reports: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error
     if any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
-            f"there are gradients, but the window of accumulation_steps={window.steps} has no micro-batch and would "
-            "never be full: " + SAY_SO
+            f"there are gradients, but none of the accumulation_steps={window.steps} micro-batches was counted, so step() "
+            "would never update: " + SAY_SO
         )
 
 
@@ -266,8 +267,8 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
             raise RuntimeError(
                 f"{name} was changed since the last step on rank {rank}, and the next step would restore the old weights "
                 "from a master weight or another copy: call optimizer.reload_from_model() each time after writing weights. "
-                "Writes through .data change no version counter: the second and 16th step look for them, other steps "
-                "undo them silently"
+                "Writes through param.data are detected only in the second and the 16th step, and undone silently in other "
+                "steps"
             )
 
 
@@ -353,10 +354,10 @@ class UnusedParameters:
         unused = [names[0] for key, names in counted.items() if len(names) == holding[key]]
         if unused and self.registry.global_rank == 0:
             warnings.warn(
-                f"in {WINDOWS} steps no rank had a gradient for {some(unused)}: the optimizer does not train "
-                "them. If a module or parameter was replaced after the optimizer was made, as by model.head = ..., the "
-                "optimizer still has the old parameters: replace it before you make the optimizer, or add the new "
-                "parameters with add_param_group. Call requires_grad_(False) on parameters that the loss does not use, "
-                "before you make the optimizer",
+                f"in {WINDOWS} steps no rank had a gradient for {some(unused)}: these parameters are not trained. If a "
+                "module or parameter was replaced after the optimizer was created, as by model.head = ..., the optimizer "
+                "still has the old parameters: create the optimizer after the replacement, or add the new parameters with "
+                "add_param_group. If the loss does not use the parameters, call requires_grad_(False) on them before you "
+                "create the optimizer",
                 stacklevel=2,
             )

@@ -180,7 +180,7 @@ def _rule_text(rule: Clip | None, reads_devices: bool = True) -> str:
 
 NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the reduction plan and `UsedClip` compare these
 MICRO_BATCHES = "the number of micro-batches"
-SUM_OF_WEIGHTS = "the sum of weight= of the window"
+SUM_OF_WEIGHTS = "the sum of weight= of the micro-batches"
 GRADIENT = "the gradient of "
 MOST = 6  # the maximum number of differences that an error lists
 FAILED_STEPS = "the number of calls of step() or of a clip that raised on one rank only"
@@ -593,7 +593,7 @@ class StepAgreement:
         stage = [coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         at = ", ".join(f"{axis}={coordinate[axis]}" for axis in topology.data_axes)
-        facts_by_name = {f"weight= of the window{where}": "given" if facts.weighted else "not given"}
+        facts_by_name = {f"weight= of backward{where}": "given" if facts.weighted else "not given"}
         facts_by_name[f"{MICRO_BATCHES}{where}{f' at {at}' if facts.weighted and at else ''}"] = str(
             facts.micro_batches
         )
@@ -668,8 +668,8 @@ class StepAgreement:
 ADVICE = {  # by prefix of a fact's name
     MICRO_BATCHES: (
         "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
-        "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank misses a "
-        "backward if it skips a batch after an error, or if its loader is shorter."
+        "for the mean over all samples, give weight= on every rank, and call backward(None, weight=0) on a rank without "
+        "samples. A rank misses a backward if it skips a batch after an error, or if its loader is shorter."
     ),
     SUM_OF_WEIGHTS: (
         "Give the same weight= on all ranks that see the same samples, such as tensor-parallel ranks: a number on all of "
@@ -690,7 +690,7 @@ ADVICE = {  # by prefix of a fact's name
         "P(partial=...) with the axis."
     ),
     FAILED_STEPS: (
-        "From then on, the weights of the ranks, or the steps that they are in, may differ, so all steps are skipped: "
+        "After such an error, ranks may have different weights or be in different steps, so all later steps are skipped: "
         "remove the cause of the error, and continue from a checkpoint."
     ),
     "param group": "Add and remove param groups on every rank, by add_param_group of the ParallelOptimizer.",
@@ -711,8 +711,9 @@ def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
         f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, so no step would update "
-        "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps; if there "
-        "are gradients, call zero_grad() before it (with accumulation_steps, in the `except` block of this error)"
+        "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps. If there "
+        "are gradients, call optimizer.zero_grad() before refresh() (with accumulation_steps, in the `except` block of "
+        "this error)"
     )
 
 

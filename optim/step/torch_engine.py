@@ -68,7 +68,7 @@ def check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
         if param.grad is not None and not has_state:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has its first gradient in a step that is captured in a CUDA "
-                "graph, and each replay would create its optimizer state again: make steps before the capture in which "
+                "graph, and each replay would create the optimizer state again: before the capture, make a step in which "
                 "every trained parameter has a gradient"
             )
 

@@ -90,8 +90,8 @@ class Weight:
         if is_captured() and (self.sum is None or not isinstance(weight, Tensor)):
             raise RuntimeError(
                 f"a CUDA graph captures a micro-batch with weight={weight!r}, but replays can only add a tensor to a sum "
-                "that existed before the capture: give a 0-dim tensor on the GPU and write new values to it, also in the "
-                "windows before the capture"
+                "that existed before the capture: give weight= a 0-dim tensor on the GPU, also in the steps before the "
+                "capture, and write new values to this tensor before each replay"
             )
 
 
@@ -270,8 +270,8 @@ class Window:
     def __init__(self, steps: int | None, scaled: bool = False, alone: bool = True) -> None:
         if steps is not None and not is_whole(steps, 1):
             raise ValueError(
-                f"accumulation_steps={steps!r}: give a whole number >= 1, or None, so that every call of step() ends the "
-                "window"
+                f"accumulation_steps={steps!r}: give a whole number >= 1, or None, so that every call of step() updates "
+                "the weights"
             )
         self.steps, self.scaled, self.alone = steps, scaled, alone
         self.failed, self.last_failure = 0, ""
@@ -404,11 +404,11 @@ class Window:
         if not self.is_full:
             yield (
                 f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, and replays would not "
-                "count them: capture a whole window, or leave accumulation_steps out and call step only in the graph of "
-                "the last micro-batch"
+                "count them: capture all micro-batches of a step in one graph, or leave accumulation_steps out and call "
+                "step only in the graph of the last micro-batch"
             )
         if isinstance(self.weight, Tensor) and self.weight.device != device:
-            yield f"the weight of the window is on {self.weight.device}: give weight= tensors on {device}"
+            yield f"the sum of weight= is on {self.weight.device}: give backward weight= tensors on {device}"
 
     @property
     def is_unused(self) -> bool:
@@ -616,8 +616,8 @@ class Window:
         """
         if self.phase == "clipped":
             raise RuntimeError(
-                "the gradients of this window have been clipped, and no more can be added to them: call step() before the "
-                "next backward, and clip only after the last micro-batch of a window"
+                "backward was called after the gradients of this step had been clipped: call step() before the next "
+                "backward, and clip only after the last micro-batch of a step"
             )
         self._check_whole()
         self._check_gradients(params)
@@ -629,13 +629,14 @@ class Window:
     def _count(self, weight: float | Tensor | None) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
             raise ValueError(
-                f"the window of accumulation_steps={self.steps} micro-batches is full; call step() before the next backward"
+                f"all accumulation_steps={self.steps} micro-batches of this step have run: call step() before the next "
+                "backward"
             )
         if self._weighted not in (None, weight is not None):
             raise ValueError(
-                "some micro-batches of this window have a weight (sums of losses), and others have none (means), so "
-                "their gradients can't be added: give weight= to every micro-batch of a window, or to none. A "
-                "micro-batch without samples has the weight 0: backward(None, weight=0)"
+                "some micro-batches of this step have a weight (their losses are sums), and others have none (means), so "
+                "their gradients can't be added: give weight= to every backward of a step, or to none. A micro-batch "
+                "without samples has the weight 0: backward(None, weight=0)"
             )
         if weight is not None:
             check_scalar(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
@@ -660,16 +661,16 @@ class Window:
         for index in self._with_gradient:
             if params[index].grad is None:
                 raise RuntimeError(
-                    f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
-                    f"{index}, shape {tuple(params[index].shape)}), for example by module.zero_grad() or another "
-                    "optimizer: clear gradients only with zero_grad() of this optimizer. To abandon this window, call "
-                    "zero_grad() in the `except` block of this error"
+                    f"gradients were cleared after micro-batch {self.micro_batches} of this step (parameter {index}, shape "
+                    f"{tuple(params[index].shape)}), for example by module.zero_grad() or another optimizer: clear "
+                    "gradients only with zero_grad() of this optimizer. To abandon this step, call optimizer.zero_grad() "
+                    "in the `except` block of this error"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(
-                f"loss.backward() was called after micro-batch {self.micro_batches} of a window of accumulation_steps="
-                f"{self.steps}, and has added gradients that are not counted: write optimizer.backward(loss) for every "
-                "micro-batch. To abandon this window, call zero_grad() in the `except` block of this error"
+                f"loss.backward() was called after micro-batch {self.micro_batches} of accumulation_steps={self.steps}, "
+                "and has added gradients that are not counted: write optimizer.backward(loss) for every micro-batch. To "
+                "abandon this step, call optimizer.zero_grad() in the `except` block of this error"
             )
         self._stop_watching()
 
@@ -695,8 +696,8 @@ class Window:
 
     def _broken_error(self) -> RuntimeError:
         return RuntimeError(
-            "a backward of this window raised an error, so the window's gradients are incomplete: call zero_grad() of "
-            "this optimizer on all ranks, and repeat all micro-batches of the window"
+            "a backward since the last step raised an error, so the accumulated gradients are incomplete: call "
+            "optimizer.zero_grad() on all ranks, and repeat all micro-batches since the last step"
         )
 
 

@@ -432,9 +432,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         if len(pairs) != len(self.tensors.tensors):
             raise RuntimeError(
-                f"{type(self).__name__}.step() found {len(pairs)} tensors in the param groups, but was set up for "
-                f"{len(self.tensors.tensors)}; step all tensors in one call, because other ranks wait in the collectives "
-                "of the missing tensors"
+                f"the number of tensors in the param groups of {type(self).__name__} changed from "
+                f"{len(self.tensors.tensors)} to {len(pairs)}; step all tensors in one call, because other ranks "
+                "wait in the collectives of the missing tensors"
             )
         for position, (group, param) in enumerate(pairs):
             if position in self._frozen or (alone and param.grad is None):

@@ -147,7 +147,7 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
         if count != prod(tensor.shape):
             raise ValueError(
                 f"the optimizers of all ranks together have only {count} of the {prod(tensor.shape)} elements of "
-                f"{tensor.name} (full shape {tuple(tensor.shape)}); give each rank's shard to its optimizer"
+                f"{tensor.name} (full shape {tuple(tensor.shape)}); give each rank's shard to the optimizer of that rank"
             )
     return found
 

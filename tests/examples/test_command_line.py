@@ -121,7 +121,7 @@ def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
         (
             "train_digits",
             "--topology expert=1",
-            "no layers support .*expert=1.*: give, in addition to data axes, no axis; or tensor; or row and col",
+            "no layers support .*expert=1.*: give only data axes, or data axes with tensor, with row and col",
         ),
         ("train_digits", "--topology tensor=1 --zero 1", "--zero shards over the data axes, and .* has none"),
         ("train_digits", "--verify --precision bf16", "only fp32 reaches"),
@@ -131,14 +131,14 @@ def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
         (
             "accumulate_lm",
             "--topology row=1",
-            "no layers support the axes row: give data, cp, tensor, or several of them",
+            "--topology has row, over which this model can't be sharded: use only data, cp and tensor",
         ),
         ("accumulate_lm", "--steps 3 --epochs 2", "not allowed with argument"),
         ("train_moe", "--experts tnsor", "unknown axis 'tnsor'"),
         (
             "train_moe",
             "--topology row=1,col=1",
-            "no expert layers support the axes row, col: give data axes, the axes of --experts, tensor",
+            "--topology has row, col, over which this script can't shard layers: use only data axes",
         ),
         ("train_moe", "--top-k 9", "--top-k 9 is not in 1..8, the number of experts"),
         ("train_moe", "--verify --precision bf16", "compute in float64: leave out --precision bf16"),

@@ -94,7 +94,7 @@ def test_topology_without_matching_layers_raises() -> None:
     with (
         ProcessGroupRegistry(Topology(expert=1)) as registry,
         pytest.raises(
-            ValueError, match=r"no layers support .*expert=1.*tensor; or row and col.*input, weight and output"
+            ValueError, match=r"no layers support .*expert=1.*tensor, with row and col.*input, weight and output"
         ),
     ):
         example("train_digits").Trainer(options(), registry)

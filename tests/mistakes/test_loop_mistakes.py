@@ -178,7 +178,10 @@ def plain_backward_with_loss_scale(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "the window ... has no micro-batch ...: write optimizer.backward(loss)"),
+    Error(
+        RuntimeError,
+        "there are gradients, but none of the ... micro-batches was counted ...: write optimizer.backward(loss)",
+    ),
     write="call `optimizer.backward(loss)`",
 )
 def plain_backward_with_accumulation(run: Run) -> None:
@@ -334,7 +337,9 @@ def one_backward_for_each_loss(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "the window of accumulation_steps=1 micro-batches is full; call step() before the next backward"),
+    Error(
+        ValueError, "all accumulation_steps=1 micro-batches of this step have run: call step() before the next backward"
+    ),
     write="call `backward(loss_1 + loss_2)` once",
 )
 def one_backward_for_each_loss_with_accumulation(run: Run) -> None:
@@ -384,7 +389,7 @@ def model_zero_grad_within_a_window(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "a backward of this window raised ... call zero_grad() of this optimizer"),
+    Error(RuntimeError, "a backward since the last step raised ... call optimizer.zero_grad()"),
     write="call `optimizer.zero_grad()` in the `except` clause on every rank; "
     "[if one rank alone raised](../howto/ACCUMULATION.md#an-exception-on-one-rank), call `step()`",
 )
@@ -464,7 +469,7 @@ def loader_ends_earlier_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "some micro-batches of this window have a weight"),
+    Error(ValueError, "some micro-batches of this step have a weight"),
     write="pass `weight=` for every micro-batch",
 )
 def weight_for_some_micro_batches(run: Run) -> None:
@@ -521,7 +526,10 @@ def weight_with_a_mean(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "the gradients of this window have been clipped ... call step() before the next backward"),
+    Error(
+        RuntimeError,
+        "backward was called after the gradients of this step had been clipped: call step() before the next backward",
+    ),
     write="clip after the last micro-batch",
 )
 def backward_after_clipping(run: Run) -> None:

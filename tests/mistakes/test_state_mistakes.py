@@ -79,7 +79,8 @@ def parameter_replaced_after_boost(run: Run) -> None:
 @mistake(
     "data=2",
     Error(
-        RuntimeError, "no parameter of the optimizer has a gradient ... make the torch optimizer of model.parameters()"
+        RuntimeError,
+        "no parameter of the optimizer has a gradient ... create the torch optimizer from model.parameters()",
     ),
     write="create the optimizer from the model that you train",
 )
@@ -93,7 +94,8 @@ def model_replaced(run: Run) -> None:
 @mistake(
     "data=2",
     Error(
-        RuntimeError, "no parameter of the optimizer has a gradient ... make the torch optimizer of model.parameters()"
+        RuntimeError,
+        "no parameter of the optimizer has a gradient ... create the torch optimizer from model.parameters()",
     ),
     write="create the optimizer from the copy",
 )

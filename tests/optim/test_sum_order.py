@@ -210,7 +210,7 @@ def on_two_data_axes(per_rank: int) -> list[int]:
         optimizer.step()
         found.append(int(optimizer.state_hash()))
         if world_size == 4:
-            with pytest.raises(ValueError, match="name all data axes, or leave gradients=True out"):
+            with pytest.raises(ValueError, match="give Sharded an alias of all data axes, or leave gradients=True out"):
                 ParallelOptimizer(
                     torch.optim.SGD(model.named_parameters(), lr=0.1),
                     registry,
@@ -346,7 +346,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
         ({"reduction": "per_group"}, "which needs reduction='packed': leave reduction= out"),
-        ({"max_norm": Adaptive(0.01)}, "norms of weights: give another rule"),
+        ({"max_norm": Adaptive(0.01)}, "norms of rows or of weights: give another rule"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
         ({"states": Sharded("data", compression=Bf16Compression())}, "leave compression= out"),
     ],
@@ -393,7 +393,7 @@ def test_fixed_order_rejects_parameter_sharded_over_data_ranks(world: World) -> 
 def error_of_sharded_parameter() -> bool:
     model = nn.Linear(3, 2)
     declare(model, {"*": P("data")})
-    with pytest.raises(ValueError, match="names the data axis 'data', but sum_order='fixed' supports only"):
+    with pytest.raises(ValueError, match="contains the data axis 'data', but sum_order='fixed' supports only"):
         ParallelOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             ProcessGroupRegistry(Topology(data=2)),
@@ -439,7 +439,7 @@ def error_of_one_stage() -> bool:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})
         params: Any = [*model.named_parameters()] if registry.coordinate["pipe"] == 0 else [{"params": []}]
-        with pytest.raises(ValueError, match="name all data axes, or leave gradients=True out"):
+        with pytest.raises(ValueError, match="give Sharded an alias of all data axes, or leave gradients=True out"):
             ParallelOptimizer(
                 torch.optim.SGD(params, lr=0.1),
                 registry,

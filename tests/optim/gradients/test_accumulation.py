@@ -231,7 +231,7 @@ def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
     optimizer.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     loss = model(torch.ones(1, 4)).sum()
-    with pytest.raises(RuntimeError, match="gradients were cleared after 1 micro-batches of this window"):
+    with pytest.raises(RuntimeError, match="gradients were cleared after micro-batch 1 of this step"):
         optimizer.backward(loss)
 
 
@@ -265,7 +265,7 @@ def cleared_under_zero_2() -> str:
 
 def test_clearing_unsharded_gradient_within_window_raises_with_zero2(world: World) -> None:
     for said in world.run(2, cleared_under_zero_2):
-        assert "gradients were cleared after 1 micro-batches of this window" in said
+        assert "gradients were cleared after micro-batch 1 of this step" in said
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_invalid_accumulation_arguments_are_rejected(call: Any, message: str) ->
 def test_mixing_weighted_and_unweighted_micro_batches_is_rejected() -> None:
     model, optimizer = linear()
     optimizer.backward(model(samples(2)).sum(), weight=2)
-    with pytest.raises(ValueError, match="some micro-batches of this window have a weight"):
+    with pytest.raises(ValueError, match="some micro-batches of this step have a weight"):
         optimizer.backward(model(samples(2)).mean())
 
 

@@ -336,7 +336,7 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
     [
         ("re-entrant", "use_reentrant=False"),
         ("two micro-batches", "no_sync"),
-        ("backward without optimizer", "call optimizer.backward\\(loss\\) for the last micro-batch"),
+        ("backward without optimizer", "call optimizer.backward(loss) for the last micro-batch"),
         ("backward raises", "simulated out of memory"),
     ],
 )

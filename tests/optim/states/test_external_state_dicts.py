@@ -216,7 +216,7 @@ def asked_by_torch(kind: str, precision: Mode) -> str:
 @pytest.mark.parametrize(("kind", "precision"), [(FSDP, "fp32"), (ZERO, "fp32"), (SPLIT, "fp32"), (REPLICAS, "bf16")])
 def test_get_optimizer_state_dict_rejects_sharding_and_master_weights(world: World, kind: str, precision: Mode) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
-        assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
+        assert "pass these functions meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
 def test_get_optimizer_state_dict_accepts_replicas_without_master_weights(world: World) -> None:

@@ -123,7 +123,7 @@ def unannounced(explicit: bool) -> str:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_fsdp2_step_without_mark_last_micro_batch_raises(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
-        assert "Call mark_last_micro_batch() before the forward of the last micro-batch" in found
+        assert "also call optimizer.mark_last_micro_batch() before the forward of the last one" in found
 
 
 def abandoned() -> tuple[str, float, float]:
@@ -150,7 +150,7 @@ def abandoned() -> tuple[str, float, float]:
 
 def test_zero_grad_within_fsdp2_accumulation_window_raises(world: World) -> None:
     for message, clean, regardless in world.run(2, abandoned):
-        assert "fully_shard keeps the gradients of micro-batches" in message
+        assert "zero_grad() can't clear the gradients that fully_shard has not reduced" in message
         assert abs(regardless - clean) > 0.01
 
 
@@ -196,7 +196,7 @@ def test_loading_while_fully_shard_has_unreduced_gradients_raises_and_changes_no
     world: World, tmp_path: Path, weight: float | None, by_checkpoint: bool
 ) -> None:
     for message, unchanged in world.run(2, loaded_in_unreduced_window, str(tmp_path / "run"), weight, by_checkpoint):
-        assert "fully_shard keeps the gradients of micro-batches" in message
+        assert "zero_grad() can't clear the gradients that fully_shard has not reduced" in message
         assert unchanged
 
 

@@ -103,7 +103,7 @@ def test_ddp_over_tensor_shards_not_passed_as_data_parallel_raises(world: World,
         assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] wraps" in text
         assert "of which these ranks hold different shards" in text
         assert "don't wrap it: step() averages gradients over the data axes" in text
-        assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
+        assert "wrap the model with DistributedDataParallel(model, process_group=registry.group(...)), with" in text
 
 
 def test_ddp_over_data_axes_not_passed_as_data_parallel_is_accepted(world: World) -> None:

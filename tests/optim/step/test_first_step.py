@@ -289,7 +289,7 @@ def interrupted_window() -> list[str]:
 
 def test_zero_grad_after_failed_window_restarts_window() -> None:
     said, value = interrupted_window()
-    assert "repeat all micro-batches of the window" in said
+    assert "repeat all micro-batches since the last step" in said
     assert float(value) == -3.0
 
 

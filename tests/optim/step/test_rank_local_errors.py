@@ -209,22 +209,22 @@ SKIPPED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "reduced_grads": (lambda: observer("reduced"), "PlantedError: reduced"),
     "reduced_grads, ZeRO": (lambda: observer("reduced", options={"states": Sharded("data")}), "PlantedError: reduced"),
     "reduced_grads, explicit clip": (lambda: observer("reduced", clip=True), "PlantedError: reduced"),
-    "backward": (lambda: {"plant": break_backward}, "RuntimeError: a backward of this window raised an error"),
+    "backward": (lambda: {"plant": break_backward}, "RuntimeError: a backward since the last step raised an error"),
     "backward, ZeRO": (
         lambda: {"plant": break_backward, "options": {"states": Sharded("data")}},
-        "RuntimeError: a backward of this window raised an error",
+        "RuntimeError: a backward since the last step raised an error",
     ),
     "backward, ZeRO-2": (
         lambda: {"plant": break_backward, "options": {"states": Sharded("data", gradients=True)}},
-        "RuntimeError: a backward of this window raised an error",
+        "RuntimeError: a backward since the last step raised an error",
     ),
     "backward, overlap": (
         lambda: {"plant": break_backward, "options": {"overlap": True}},
-        "RuntimeError: a backward of this window raised an error",
+        "RuntimeError: a backward since the last step raised an error",
     ),
     "backward, explicit clip": (
         lambda: {"plant": break_backward, "clip": True},
-        "RuntimeError: a backward of this window raised an error",
+        "RuntimeError: a backward since the last step raised an error",
     ),
 }
 

@@ -107,13 +107,13 @@ WINDOWS: dict[str, tuple[Callable[[Run], bool | None], dict[str, Any], str]] = {
     "missing with weights": (
         miss_a_backward,
         {"weight": 3.0},
-        "weight= of the window{where} is given on rank{first} and not given on rank {last}",
+        "weight= of backward{where} is given on rank{first} and not given on rank {last}",
     ),
-    "weight": (give_a_weight, {}, "weight= of the window{where} is not given on rank{first} and given on rank {last}"),
+    "weight": (give_a_weight, {}, "weight= of backward{where} is not given on rank{first} and given on rank {last}"),
     "no weight": (
         forget_the_weight,
         {"weight": 3.0},
-        "weight= of the window{where} is given on rank{first} and not given on rank {last}",
+        "weight= of backward{where} is given on rank{first} and not given on rank {last}",
     ),
 }
 
@@ -216,9 +216,7 @@ def first_step(weighted: bool) -> str:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_accumulation_windows_that_differ_in_first_step_raise_immediately(world: World, weighted: bool) -> None:
-    said = (
-        "weight= of the window is not given on" if weighted else "the number of micro-batches is 1 on rank 0 and 2 on"
-    )
+    said = "weight= of backward is not given on" if weighted else "the number of micro-batches is 1 on rank 0 and 2 on"
     for text in world.run(2, first_step, weighted):
         assert text.startswith(f"ranks disagree about the first step, nothing was stepped: {said}")
 
@@ -822,7 +820,10 @@ def test_micro_batch_weights_that_differ_at_equal_data_coordinate_skip_step_and_
     for errors, moved, skipped, weights in results:
         ((step, text),) = errors
         assert step == BAD + LAG
-        assert f"the sum of weight= of the window{at} is 6.1 on rank {first} and 6.6 on rank {size - 1}. Give" in text
+        assert (
+            f"the sum of weight= of the micro-batches{at} is 6.1 on rank {first} and 6.6 on rank {size - 1}. Give"
+            in text
+        )
         assert [at for at, has_moved in enumerate(moved) if not has_moved] == [BAD, BAD + LAG]
         assert skipped == 1
         assert weights == results[0][3]
@@ -949,7 +950,7 @@ def step_without_backward() -> str:
 def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World) -> None:
     first, second = world.run(2, step_without_backward)
     assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
-    assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")
+    assert second.startswith("rank 1 called step() without a backward since its last update (accumulation_steps=1)")
 
 
 def test_explicit_clip_with_equal_threshold_is_not_hashed_again() -> None:

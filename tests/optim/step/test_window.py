@@ -54,7 +54,7 @@ def test_window_detects_gradients_computed_outside_of_its_micro_batches(scaled: 
 def test_window_with_failed_backward_raises_until_it_is_cleared(end: str) -> None:
     window = broken_window()
     window.complete() if end == "complete" else window.clipped(mock.Mock())
-    with pytest.raises(RuntimeError, match="a backward of this window raised"):
+    with pytest.raises(RuntimeError, match="a backward since the last step raised"):
         window.ends(final=False)
     window.clear()
     assert window.ends(final=False)

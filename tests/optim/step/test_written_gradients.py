@@ -79,7 +79,7 @@ def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> 
     for said in world.run(2, said_in_steps, change, {"max_norm": 3.0}):
         assert len(said) == 1
         assert said[0].startswith(ON_RANK_0)
-        assert "local to that rank, not reduced over ranks yet. To clip, remove that call and give" in said[0]
+        assert "local to that rank, not reduced over ranks yet: to clip, remove that call and give" in said[0]
         assert "warnings.filterwarnings('ignore', message='.*were written to between backward and step')" in said[0]
 
 
@@ -253,9 +253,7 @@ def test_plain_backward_within_accumulation_window_raises_in_next_micro_batch(
 ) -> None:
     for texts, steps, _ in world.run(2, managed, mode, precision, (1, part)):
         (text,) = texts
-        assert text.startswith(
-            f"loss.backward() was called after micro-batch {part} of a window of accumulation_steps=3"
-        )
+        assert text.startswith(f"loss.backward() was called after micro-batch {part} of accumulation_steps=3")
         assert "write optimizer.backward(loss) for every micro-batch" in text
         assert steps == (4 if part == 1 else 3)
 

@@ -300,7 +300,9 @@ class Setup:
             placement.check(context)
         kinds = [type(placement).__name__ for placement in self.placements]
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"states={self.states!r}: give each kind of placement once")
+            raise ValueError(
+                f"states={self.states!r} has {max(kinds, key=kinds.count)} twice: give each kind of placement once"
+            )
 
     def _check_sum_order(self) -> None:
         """Raise ValueError if another argument is incompatible with ``sum_order="fixed"``."""
@@ -863,8 +865,8 @@ def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, calle
     for key, old_key in zip(new, given, strict=True):
         if key in options and not _is_same(options[key], defaults[old_key]):
             return TypeError(
-                f"{key} is given twice, as {_text_of({key: options[key]})} and in {old_text}: leave it out of "
-                f"{type(record).__name__}, which is deprecated"
+                f"{key} is given twice, as {_text_of({key: options[key]})} and in {old_text}: leave {old_key} out of "
+                f"{type(record).__name__}(...), which is deprecated"
             )
     write = f"write {_text_of(new)} instead" if new else f"leave {name} out"
     warn_deprecated(f"{caller}({old_text})", write)

@@ -327,7 +327,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         written = _read_limited(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{directory} has no {MANIFEST}: it is damaged, or not a checkpoint; give a directory of save_checkpoint"
+            f"{directory} has no {MANIFEST}, so this is a damaged checkpoint or no checkpoint; give a directory that "
+            "save_checkpoint wrote"
         ) from None
     try:
         content = json.loads(written)

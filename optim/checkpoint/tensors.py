@@ -344,7 +344,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
     """
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
-        raise ValueError(f"the checkpoint has only a part of {key}: it is damaged; {EARLIER}")
+        raise ValueError(f"the checkpoint is damaged: it has only a part of {key}; {EARLIER}")
     return found
 
 

@@ -317,8 +317,8 @@ class FixedOrderSum:
         steps = self._ranks.steps
         if self.micro_batches >= steps:
             raise RuntimeError(
-                f"{self.micro_batches + 1} micro-batches in an accumulation window of accumulation_steps={steps}: call "
-                f"step() and zero_grad() after every {steps} micro-batches"
+                f"optimizer.backward was called for {self.micro_batches + 1} micro-batches with "
+                f"accumulation_steps={steps}: call step() and zero_grad() after every {steps} micro-batches"
             )
         number = self._ranks.rank * steps + self.micro_batches
         self._tree.add(number, [dense(param.grad) if param.requires_grad else None for param in self.params])

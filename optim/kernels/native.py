@@ -40,7 +40,7 @@ VARIANTS = ("avx512", "avx512 in turn", "avx2", "avx2 in turn", "plain", "plain 
 For norms, variants "in turn" read one part of a tensor after the other; the others read several parts at once. Variants
 "in turn" prefetch memory near the current address, the others farther ahead. Which one is faster depends on the processor.
 """
-NO_MEMORY = "the kernels could not allocate memory for their tables"
+NO_MEMORY = "the native CPU kernels of meshstep could not allocate host memory"
 
 
 class Kind(IntEnum):

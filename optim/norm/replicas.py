@@ -34,12 +34,12 @@ def advice_on(may_differ: str, instead: str) -> str:
         instead: The argument or function that replaces `torch.nn.utils.clip_grad_norm_`, such as "max_norm=".
     """
     return (
-        "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
-        "broadcast_weights(model, registry), which copies weights along data axes, or align_replicas(optimizer), which "
-        "copies them along all axes), or is sharded but declared replicated. A gradient that differs lacks a "
-        "reduction over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was "
-        f"computed from another batch than the other replicas' gradients (if replicas may differ, {may_differ}), or was "
-        f"changed on each rank after backward (use {instead} instead of torch.nn.utils.clip_grad_norm_)"
+        "A parameter that differs was initialised or updated differently on the ranks, or is a shard that is declared "
+        "replicated. Use the same seed on all replicas, or call broadcast_weights(model, registry), which copies weights "
+        "along data axes, or align_replicas(optimizer), which copies them along all axes. A gradient that differs lacks an "
+        "all-reduce over that axis in backward (or P(partial=...) in the declared spec), was computed from another batch "
+        f"(if replicas may differ, {may_differ}), or was changed on each rank after backward (use {instead} instead of "
+        "torch.nn.utils.clip_grad_norm_)"
     )
 
 
@@ -264,7 +264,7 @@ WATCH_ADVICE = (
     "(load_checkpoint, or align_replicas if the first replica is right), or take the machine out of service. If several "
     "replicas differ, or the same replica differs again, look for a kernel that adds in no fixed order "
     "(torch.use_deterministic_algorithms), a missing all-reduce, or code that writes to one replica. With "
-    "states=Replayable(), meshstep.optim.replay repeats the update"
+    "states=Replayable(), meshstep.optim.replay(optimizer) repeats the last update, to find such a kernel"
 )
 
 CommonCoordinates = tuple[tuple[str, int], ...]

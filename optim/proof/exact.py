@@ -193,7 +193,10 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         unknown = [] if names is None or callable(names) else sorted({*names} - {*dict(model.named_parameters())})
         known = {name for of_rank in model_names for name in of_rank}
         if unknown := [name for name in unknown if name not in known]:
-            raise ValueError(f"names= contains {', '.join(unknown)}, which no rank's model has; remove it")
+            raise ValueError(
+                f"names= contains {', '.join(unknown)}, which no rank's model has; give only names of parameters of the "
+                "parallel model"
+            )
         return [pair(name, param) for name, param in model.named_parameters()]
 
     model_names = gather_objects([name for name, _ in model.named_parameters()], registry)

@@ -144,9 +144,10 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
     if found is not None:
         name, ranks = found
         raise ValueError(
-            f"{name} is in a DistributedDataParallel over the ranks {ranks}, which hold different shards of it; the "
-            "wrapper overwrites them with the shard of one rank, and averages their gradients: load the model again, and "
-            "prepare it with accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
+            f"{name} is in a DistributedDataParallel over the ranks {ranks}, which hold different shards of {name}. "
+            "DistributedDataParallel overwrites all shards with the shard of one rank, and averages their gradients: load "
+            "the model again, and call accelerator.prepare_model(model, evaluation_mode=True), which does not wrap the "
+            "model"
         )
 
 

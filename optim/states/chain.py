@@ -1053,5 +1053,6 @@ def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None)
     ]
     return ValueError(
         f"the state was saved with optimizer states {layouts[0]}, but the states of this optimizer are {layouts[1]}; load "
-        "it with the same model, topology, rank and states=, or use save_checkpoint and load_checkpoint, which reshard"
+        "a state that was saved with the same model, topology, rank and states=, or use save_checkpoint and "
+        "load_checkpoint, which reshard"
     )

@@ -157,8 +157,8 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
                 f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so parts of the "
-                "model would be clipped by different norms. Turn it off (None or 0.0), and clip by "
-                "ParallelOptimizer(max_norm=...)"
+                "model would be clipped by different norms. Turn this clipping off with max_grad_norm=None or 0.0, and "
+                "give ParallelOptimizer(max_norm=...)"
             )
 
 

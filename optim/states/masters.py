@@ -55,7 +55,8 @@ def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Te
         if param.requires_grad and param.dtype == torch.float16:
             raise ValueError(
                 f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, but only bfloat16 parameters "
-                "can have split masters: prepare the model with this mode, or use 'fp16_naive', which has float32 masters"
+                "can have split masters: prepare the model with this mode, or use 'fp16_naive', which has float32 "
+                "master weights"
             )
     if context.data_parallel is not None and not context.main_grads:
         raise ValueError(

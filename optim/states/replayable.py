@@ -51,8 +51,8 @@ class Replayable(StatePlacement):
 
         if context.precision.split_masters:
             raise ValueError(
-                "Replayable copies masters, which do not exist between two steps with Bf16(split_masters=True): leave "
-                "Replayable out of states=, or leave split_masters=True out"
+                "Replayable copies master weights, which do not exist between two steps with Bf16(split_masters=True): "
+                "leave Replayable out of states=, or leave split_masters=True out"
             )
 
     def transform(self, context: PlacementContext) -> ParamTransform:

@@ -415,7 +415,7 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
                 raise ValueError(
                     f"ranks {first} and {rank} would shard different parameters over {over!r}: only one of them has "
                     f"{', '.join(differ[:5])}; give the optimizer the same parameters on both ranks, and freeze the "
-                    "same parameters before it is made"
+                    "same parameters before you create the optimizer"
                 )
 
 

@@ -313,7 +313,7 @@ class TorchGradSync(GradSyncController):
                 raise TypeError(
                     f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
                     "that fully_shard was applied to (a list of them if a rank has several pipeline stages); "
-                    "leave it out if the optimizer averages gradients itself"
+                    "leave data_parallel= out if the optimizer averages gradients itself"
                 )
         if len(by_ddp) > 1:
             raise TypeError(
@@ -430,8 +430,8 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
     )
     raise ValueError(
         f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "
-        f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: build "
-        f"the model again, and {write}"
+        f"{expected}. {kind} has also copied the parameters of rank {ranks[0]} to all of these ranks, so shards are lost: "
+        f"build the model again, and {write}"
     )
 
 

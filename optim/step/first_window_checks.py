@@ -116,9 +116,9 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     if any(rank.divided_twice for rank in seen):
         raise RuntimeError(
             "a pipeline schedule with scale_grads=True has divided gradients twice: gradients of a parameter that two "
-            "stages of a rank share, or gradients of earlier micro-batches of the window. Run it with "
-            "meshstep.optim.Pipeline(schedule, optimizer), which divides the loss; or give scale_grads=False, and divide "
-            "the loss by the number of micro-batches in the schedule's loss function"
+            "stages of a rank share, or gradients of earlier runs of the schedule since the last step. Run the schedule "
+            "with meshstep.optim.Pipeline(schedule, optimizer), which divides the loss; or give scale_grads=False, and "
+            "divide the loss by the number of micro-batches in the schedule's loss function"
         )
     called = any(rank.calls for rank in seen)
     if scaled and not any(rank.scaled_losses for rank in seen) and any(rank.some_not_zero for rank in seen):

@@ -115,8 +115,8 @@ def coordinate_check(
     whole = {layer: tuple(values) for layer, values in changes.items() if len(values) == len(ordered)}
     if not whole:
         raise ValueError(
-            f"layers={layers!r} matches no module that returned one floating-point tensor at every width; give other "
-            "globs"
+            f"layers={layers!r} matches no module that returned one floating-point tensor at every width; give globs for "
+            "other module names"
         )
     return CoordinateCheck(tuple(ordered), whole)
 

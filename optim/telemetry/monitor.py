@@ -375,7 +375,7 @@ class Monitor:
             fields({"step": check_count, "skipped_steps": check_count})(state, "state")
         except ValueError as error:
             raise ValueError(
-                f"{state!r:.200} is no state of a Monitor; give the result of its state_dict() ({error})"
+                f"{state!r:.200} is no state of a Monitor ({error}); give the result of Monitor.state_dict()"
             ) from None
         step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped

@@ -588,7 +588,7 @@ class Telemetry(StepObserver):
     def _check(self) -> None:
         check_every(self.every, f"every={self.every!r}")
         if any(isinstance(observer, Telemetry) for observer in self.optimizer.observers):
-            raise ValueError("the optimizer already has a Telemetry; call its close() before you create another")
+            raise ValueError("the optimizer already has a Telemetry; call telemetry.close() before you create another")
         checked_by(self.by)
         for name, value, kind in (("spectral", self.spectral, SpectralNorms), ("noise", self.noise, NoiseScale)):
             if value is not None and not isinstance(value, kind):

@@ -130,5 +130,5 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
         of_rows = (flat.to(torch.int64) * (splitmix64_finalizer(places) << 1 | 1)).sum(1)
         total = of_rows if total is None else splitmix64_finalizer(total) + of_rows
     if total is None:
-        raise ValueError("there is no tensor in the batch; give at least one, such as the inputs")
+        raise ValueError("recorder.batch() was given no tensor; give at least one, such as the inputs")
     return splitmix64_finalizer(total).sum()

@@ -130,8 +130,8 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
                 raise ValueError(
                     f"{name} has the full shape {known.shape}, dtype {known.dtype} and optimizer metadata "
                     f"{known.metadata} on rank {known.ranks[0]}, but the full shape {region.full_shape}, dtype {dtype} "
-                    f"and optimizer metadata {metadata} on rank {rank}; declare it equally on all ranks, and give it to "
-                    "the same optimizer; if these are different parameters, give them different names"
+                    f"and optimizer metadata {metadata} on rank {rank}. Declare {name} equally on all ranks, and give "
+                    f"{name} to the same optimizer; give different parameters different names"
                 )
             held: Any = known.held
             held[rank] = (*held.get(rank, ()), *region.boxes())

@@ -112,7 +112,7 @@ def test_deprecated_measure_and_reduce_warn_once_each() -> None:
     [
         (
             {"measure": Measure(norm_type=3.0), "norm_type": 1.0},
-            "norm_type is given twice, as norm_type=1.0 and in measure=Measure(norm_type=3.0): leave it out of Measure",
+            "norm_type is given twice, as norm_type=1.0 and in measure=Measure(norm_type=3.0): leave norm_type out",
         ),
         (
             {"measure": Measure(per_parameter=True), "per_parameter_norms": True},

@@ -113,7 +113,7 @@ def test_failed_backward_requires_zero_grad_before_next_window(steps: int | None
     with pytest.raises(MemoryError):
         optimizer.backward(fails_in_backward(w * 3, MemoryError("out of memory")).sum())
     for call in (optimizer.step, lambda: optimizer.backward(w.sum())):
-        with pytest.raises(RuntimeError, match=r"a backward since the last step raised.*call zero_grad\(\)"):
+        with pytest.raises(RuntimeError, match=r"a backward since the last step raised.*call optimizer.zero_grad\(\)"):
             call()
     optimizer.zero_grad()
     for _ in range(2):

@@ -87,7 +87,7 @@ def test_closed_telemetry_measures_nothing_and_can_be_replaced() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
-    with pytest.raises(ValueError, match=r"already has a Telemetry; call its close\(\)"):
+    with pytest.raises(ValueError, match=r"already has a Telemetry; call telemetry.close\(\)"):
         Telemetry(optimizer)
     telemetry.close()
     telemetry.close()

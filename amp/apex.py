@@ -75,7 +75,7 @@ class ApexFp16(Precision):
         if self.keep_batchnorm_fp32 is not None and self._level.keep_batchnorm_fp32 is None:
             raise ValueError(
                 f"keep_batchnorm_fp32={self.keep_batchnorm_fp32} has no effect in {self.opt_level}, which casts no "
-                "parameter to float16; leave it None, or choose O2 or O3"
+                "parameter to float16; leave keep_batchnorm_fp32 out, or choose O2 or O3"
             )
         if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
             raise ValueError(

@@ -63,15 +63,16 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
     ]
     if changes and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            f"the model contains DistributedDataParallel and {changes[0][0].dtype} tensors, but the mode needs "
-            f"{changes[0][1]}; prepare the model before you wrap it"
+            f"the model contains DistributedDataParallel and {changes[0][0].dtype} tensors, but the precision mode needs "
+            f"{changes[0][1]}; call prepare() of the mode, or boost(), before you wrap the model"
         )
     for tensor, dtype in changes:
         if not has_dtensors((tensor,)):
             continue
         raise ValueError(
             f"the model has {tensor.dtype} DTensors (fully_shard or parallelize_module was applied), which can't "
-            f"be cast in place, but the mode needs {dtype}; prepare the model before you shard it"
+            f"be cast in place, but the precision mode needs {dtype}; call prepare() of the mode, or boost(), before you "
+            "shard the model"
         )
     for tensor, dtype in changes:
         # torch rejects a gradient whose dtype differs from the tensor's dtype, and .data does not cast the gradient.

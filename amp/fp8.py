@@ -329,7 +329,7 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
     if model_axes:
         label = f"{name}.weight" if name else "weight"
         raise ValueError(
-            f"{label} has no spec, so it is unknown over which of the axes {', '.join(model_axes)} it is sharded; call "
+            f"{label} has no declared layout, so its sharding over mesh axes {', '.join(model_axes)} is unknown; call "
             f"declare(model, {{{label!r}: P(...)}}) before you prepare the model, with P() for replicated"
         )
     return P()

@@ -331,8 +331,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         raise wrong("the entry 'masters' of the state", saved, "a dict")
     if saved is None:
         raise ValueError(
-            "the state has no master weights, so it was saved in a precision mode without them: use that mode; or load the "
-            "model's weights, call reload_from_model(), and load the state into the torch optimizer only"
+            "the state has no master weights, so it was saved in a precision mode without them: use that precision mode; "
+            "or load the model's weights, call reload_from_model(), and load the state into the torch optimizer only"
         )
     if saved.keys() != masters.keys():
         raise ValueError(

@@ -171,7 +171,7 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
         if not hasattr(precision, "name"):
             kind = type(precision).__name__
             raise TypeError(
-                f"the class {kind} has no name for messages; write one in the class: name = {kind.lower()!r}"
+                f"the precision mode class {kind} has no attribute 'name'; write in the class: name = {kind.lower()!r}"
             )
         return precision
     if precision in MODES:
@@ -297,7 +297,8 @@ class Bf16(Precision):
             )
         if self.split_masters and not self.main_grads:
             raise ValueError(
-                "Bf16(split_masters=True, main_grads=False): split masters need float32 gradients; leave main_grads out"
+                "Bf16(split_masters=True, main_grads=False): split master weights need float32 gradients; leave main_grads "
+                "out"
             )
 
     @property

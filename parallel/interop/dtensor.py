@@ -174,7 +174,10 @@ def placement_spec(tensor: DTensor) -> P:
         if split_factor > 1 and not dims[dim]:
             in_blocks.append((axis, (1,) * split_factor))
             split_factor = 1
-        _insert(dims[dim], axis, split_factor, sizes)
+        try:
+            _insert(dims[dim], axis, split_factor, sizes)
+        except ValueError as problem:
+            raise ValueError(f"{label(tensor)}: {problem}") from None
     return P().with_dims(map(tuple, dims), blocks=in_blocks)
 
 
@@ -192,8 +195,8 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
         position += 1
     if parts != split_factor:
         raise ValueError(
-            f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit the sizes of the mesh dims "
-            f"{axes}; apply parallelize_module before fully_shard, as torch requires"
+            f"a strided shard over mesh dim {axis!r} with split factor {split_factor} doesn't fit the sizes of the mesh "
+            f"dims {axes}; apply parallelize_module before fully_shard, as torch requires"
         )
     axes.insert(position, axis)
 

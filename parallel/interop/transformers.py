@@ -73,8 +73,9 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
         declared = annotation_of(param)
         if id(param) in pending and declared is not None and "tp" not in declared.spec.partial:
             raise ValueError(
-                f"{name} is declared {declared.spec}, but its gradient is partial over 'tp' after the removal "
-                "of the hook of Transformers that sums it; leave it undeclared, or declare it P(partial='tp')"
+                f"{name} is declared {declared.spec}, but its gradient is partial over 'tp', because registry_of removes "
+                "the hook of Transformers that sums the gradient; leave the parameter undeclared, or declare it "
+                "P(partial='tp')"
             )
     for module, forward in summed.items():
         _remove_hooks(module, forward)
@@ -148,13 +149,13 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
     if plan and not any(name in plan or _glob_of(name) in plan for name in names):
         raise ValueError(
             f"the tensor-parallel plan of {type(model).__name__} names {some(plan)}, but no module or parameter has such a "
-            "name; create the optimizer before you rename or wrap modules within the model"
+            "name; create the registry and the optimizer before you rename or wrap modules within the model"
         )
     for name, module in modules.items():
         if _SUMMED in (plan.get(name), plan.get(_glob_of(name))) and not found.keys() & {*module.modules()}:
             raise ValueError(
-                f"{name} is {_SUMMED!r} in the plan, but its forward is not the forward that Transformers has set; create "
-                "the optimizer before you replace this module or its forward"
+                f"{name} is {_SUMMED!r} in the tensor-parallel plan, but its forward is not the forward that Transformers "
+                "has set; create the registry and the optimizer before you replace this module or its forward"
             )
     return found
 

@@ -216,7 +216,7 @@ class Call(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        return f"{self.name} (its {_ordinal(self.number)})"
+        return f"call {self.number} of {self.name}"
 
 
 class Caller(Protocol):
@@ -379,14 +379,17 @@ def _explain(call: Call, registry: Caller, error: BaseException) -> str:
     reason = f"torch reports: {printable(str(error).partition(chr(10))[0])}"
     answers = request_answers(rank)
     if answers is None:
-        return f"{failure}; the calls of other ranks are unknown, because the job's store does not respond. {reason}"
+        return (
+            f"{failure}; the calls of other ranks are unknown, because the job's store does not respond. Look for an "
+            f"earlier error of another rank. {reason}"
+        )
     others: dict[str, list[int]] = {}
     for other in range(registry.topology.world_size):
         if other != rank:
             doing = answers.get(other, "no response (the process has exited or is stopped)")
             others.setdefault(doing, []).append(other)
     listed = "; ".join(f"{named_ranks(ranks)}: {doing}" for doing, ranks in others.items())
-    failed_there = f"(its last, {call}, raised RuntimeError)"
+    failed_there = f"since {call} raised RuntimeError,"
     if all(doing == f"in {call}" or failed_there in doing for doing in others):
         advice = "All ranks made the same call, so a connection was lost, or a rank took longer than the timeout"
     else:
@@ -419,7 +422,7 @@ def _describe_activity() -> str:
         if last is not None:
             name, number, error = last
             outcome = "returned" if error is None else f"raised {error.__name__}"
-            before = f" (its last, {Call(name, number)}, {outcome})"
+            before = f" since {Call(name, number)} {outcome}"
         doing = f"in no call of meshstep{before}, but {_locate_user_code(sys._current_frames().get(main))}"
     return ", and in a thread ".join([doing, *(f"in {other}" for other in current.values())])
 
@@ -468,11 +471,6 @@ def format_thread_stack(thread: int | None) -> str:
     """Return the stack of the thread with identifier ``thread`` as text; "an unknown place" if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "an unknown place" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:

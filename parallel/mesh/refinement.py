@@ -101,7 +101,7 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
             raise TypeError(f"{mesh!r} is not a DeviceMesh of torch; give the result of init_device_mesh")
         if need_names and mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{mesh} has no dim names; create it with names, for example mesh_dim_names=('data', 'tensor')"
+                f"{mesh} has no dim names; create the mesh with names, for example mesh_dim_names=('data', 'tensor')"
             )
         for index, name in enumerate(dim_names(mesh)) if mesh.get_coordinate() is not None else ():
             found.append(Dim(number, name, ranks_along(mesh, index)))

@@ -674,7 +674,7 @@ class ProcessGroupRegistry:
         """
         if mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{mesh} has no dim names; create it with names, for example mesh_dim_names=('data', 'tensor')"
+                f"{mesh} has no dim names; create the mesh with names, for example mesh_dim_names=('data', 'tensor')"
             )
         grid = mesh.mesh
         if grid.flatten().tolist() != list(range(dist.get_world_size())):

@@ -267,7 +267,7 @@ def prepare_undeclared() -> str:
 
 def test_fp8_prepare_raises_for_a_layer_without_spec_and_changes_nothing(world: World) -> None:
     for message in world.run(2, prepare_undeclared):
-        assert message.startswith("0.weight has no spec")
+        assert message.startswith("0.weight has no declared layout")
         assert "declare(model, {'0.weight': P(...)})" in message
 
 

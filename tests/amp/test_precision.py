@@ -325,7 +325,7 @@ def test_prepare_rejects_ddp_model_if_the_mode_casts_it(world: Any) -> None:
 
 def prepare_in_ddp() -> None:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="prepare the model before you wrap it"):
+    with pytest.raises(ValueError, match=r"call prepare\(\) of the mode, or boost\(\), before you wrap the model"):
         Bf16().prepare(wrapped)
     assert wrapped.module.weight.dtype == F32
     TorchFp16().prepare(wrapped)
@@ -345,7 +345,7 @@ def test_precision_of_accepts_names_and_modes() -> None:
     policy = Bf16(stochastic_rounding=True)
     assert precision_of(policy) is policy
     with pytest.raises(
-        TypeError, match="the class Nameless has no name for messages; write one in the class: name = '"
+        TypeError, match="the precision mode class Nameless has no attribute 'name'; write in the class: name = '"
     ):
         precision_of(Nameless())
     with pytest.raises(

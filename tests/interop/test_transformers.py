@@ -265,7 +265,7 @@ def refused(path: str) -> list[str]:
     with pytest.raises(ValueError, match="contains no model that from_pretrained has sharded") as unsharded:
         registry_of(made("qwen3"))
     found.append(str(unsharded.value))
-    with pytest.raises(ValueError, match="in the plan, but") as patched:
+    with pytest.raises(ValueError, match="in the tensor-parallel plan, but") as patched:
         ParallelOptimizer.for_model(model, sgd(model))
     found.append(str(patched.value))
     assert "forward" in vars(attention.q_norm), "for_model changed a model before it raised"
@@ -277,7 +277,9 @@ def test_unsharded_models_and_models_with_replaced_forward_are_rejected(
 ) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
         assert "Qwen3ForCausalLM contains no model that from_pretrained has sharded; load it with" in whole
-        assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped
+        assert (
+            "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the tensor-parallel plan" in wrapped
+        )
 
 
 def declared_before(path: str) -> str:

@@ -139,7 +139,10 @@ def test_for_model_rejects_two_sharded_models_and_mismatched_plans(world: World,
     for two, compiled_model, checkpointed, renamed in world.run(2, refusals, path):
         assert "ModuleList contains 2 sharded models (Qwen3ForCausalLM, Qwen3ForCausalLM)" in two
         for text in (compiled_model, checkpointed):
-            assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan, but" in text
+            assert (
+                "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the tensor-parallel plan, but"
+                in text
+            )
         assert "the tensor-parallel plan of Qwen3ForCausalLM names encoder.*.query, encoder.*.q_norm, but" in renamed
 
 

@@ -134,16 +134,14 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
 
 
 @pytest.mark.default_cases(99)  # a case starts no process
-@pytest.mark.parametrize(
-    ("name", "number"), [("step", "3rd"), ("save_checkpoint", "1st"), ("clip_grad_by_norm", "1st")]
-)
+@pytest.mark.parametrize(("name", "number"), [("step", 3), ("save_checkpoint", 1), ("clip_grad_by_norm", 1)])
 def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
     name: str, number: str, waited: Ended
 ) -> None:
     (error, cause, seconds), (other, *_) = waited[name].result()
     assert error.startswith(
-        f"rank 0 got no reply in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
-        "returned), but at test_calls.py:"
+        f"rank 0 got no reply in call {number} of {name}; rank 1: in no call of meshstep since call 2 of step returned, "
+        "but at test_calls.py:"
     )
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: " in error
     assert cause
@@ -156,7 +154,7 @@ def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
 @pytest.mark.parametrize("name", IN_A_MODEL)
 def test_timeout_error_of_model_collective_shows_code_that_other_rank_executes(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
-    assert error.startswith(f"rank 0 got no reply in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
+    assert error.startswith(f"rank 0 got no reply in call 1 of {name}; rank 1: in no call of meshstep since call ")
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: {cause}" in error
     assert other == ""
 
@@ -170,15 +168,15 @@ def in_other_orders(path: Path) -> tuple[str, str, float]:
 
 
 def test_timeout_error_names_calls_of_all_ranks_if_they_differ(waited: Ended) -> None:
-    calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
+    calls = ["call 3 of step", *["call 1 of save_checkpoint"] * 2]
     for rank, (error, *_) in enumerate(waited["in other orders"].result()):
         assert error.startswith(f"rank {rank} got no reply in {calls[rank]}; rank")
         assert f". {SAME}, and no rank may stop before the others. torch reports: " in error
         for other in {0, 1, 2} - {rank}:
             # On a busy machine another rank may already have given up; then it reports its error instead.
             call = re.escape(calls[other])
-            said = rf"{other}: in ({call}|no call of meshstep \(its last, {call}, raised RuntimeError\), but at)"
-            assert re.search(said, error.replace("ranks 1-2: in save", f"rank {other}: in save"))
+            said = rf"{other}: in ({call}|no call of meshstep since {call} raised RuntimeError, but at)"
+            assert re.search(said, error.replace("ranks 1-2: in call 1 of save", f"rank {other}: in call 1 of save"))
 
 
 def test_save_checkpoint_on_one_rank_and_load_on_another_raises_before_timeout(world: World, tmp_path: Path) -> None:
@@ -209,8 +207,8 @@ def late(path: Path) -> tuple[str, str, float]:
 
 def test_error_of_late_rank_reports_the_error_of_the_other_rank(waited: Ended) -> None:
     (first, *_), (second, *_) = waited["late"].result()
-    assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
-    assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
+    assert "rank 1: in no call of meshstep since call 2 of step returned, but at test_calls.py:" in first
+    assert "rank 0: in no call of meshstep since call 3 of step raised RuntimeError, but at" in second
     assert "All ranks made the same call" in second
 
 
@@ -234,9 +232,9 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
 def test_timeout_error_does_not_blame_call_order_if_calls_are_equal(waited: Ended) -> None:
     for rank, (error, cause, _) in enumerate(waited["other collectives"].result()):
         assert re.fullmatch(
-            rf"rank {rank} got no reply in step \(its 1st\); rank {1 - rank}: "
+            rf"rank {rank} got no reply in call 1 of step; rank {1 - rank}: "
             # The first rank to get a reply may have left the call before the other rank requests one.
-            r"in (step \(its 1st\)|no call of meshstep \(its last, step \(its 1st\), raised RuntimeError\), but at .*)\. "
+            r"in (call 1 of step|no call of meshstep since call 1 of step raised RuntimeError, but at .*)\. "
             "All ranks made the same call, so a connection was lost, or a rank took longer than the timeout. "
             f"torch reports: {re.escape(cause)}",
             error,
@@ -256,8 +254,8 @@ def test_both_errors_of_two_failed_calls_show_calls_of_other_ranks(waited: Ended
     for rank, (first, second) in enumerate(waited["again"].result()):
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):
-            which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
-            assert error.startswith(f"rank {rank} got no reply in {name} (its {which}); rank {1 - rank}: in ")
+            which = {"step": {1: 3, 2: 4}, "gather_objects": {1: 1, 2: 2}}[name][number]
+            assert error.startswith(f"rank {rank} got no reply in call {which} of {name}; rank {1 - rank}: in ")
 
 
 def with_an_error_of_its_own() -> str:
@@ -293,8 +291,8 @@ def while_a_checkpoint_is_written(path: Path) -> tuple[str, str, float]:
 
 def test_timeout_error_names_calls_in_threads(waited: Ended) -> None:
     (error, *_), _ = waited["in a thread"].result()
-    assert "(its last, step (its 2nd), returned), but at test_calls.py:" in error
-    assert " in in_code_of_its_own, and in a thread in writing (its 1st). " in error
+    assert "since call 2 of step returned, but at test_calls.py:" in error
+    assert " in in_code_of_its_own, and in a thread in call 1 of writing. " in error
 
 
 # Activity report of one process ---------------------------------------------------------------------------------------
@@ -351,13 +349,11 @@ def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str,
     if outer == inner:
         outer = "step"
     first, second = getattr(calling, outer), getattr(calling, inner)
-    assert first(lambda: second(said)) == f"in {outer} (its 1st)"
-    assert f"(its last, {outer} (its 1st), returned), but at test_calls.py:" in said()
-    with pytest.raises(
-        RuntimeError, match=rf"^rank 0 got no reply in {outer} \(its 2nd\); the calls of other ranks are"
-    ):
+    assert first(lambda: second(said)) == f"in call 1 of {outer}"
+    assert f"since call 1 of {outer} returned, but at test_calls.py:" in said()
+    with pytest.raises(RuntimeError, match=rf"^rank 0 got no reply in call 2 of {outer}; the calls of other ranks are"):
         first(lambda: second(raising(dist.DistError("timed out"))))
-    assert f"(its last, {outer} (its 2nd), raised RuntimeError)" in said()
+    assert f"since call 2 of {outer} raised RuntimeError, but at" in said()
 
 
 @pytest.mark.default_cases(99)  # a case starts no process
@@ -370,10 +366,10 @@ def test_activity_report_contains_the_outcome_of_the_last_call(
         getattr(calling, name)(raising(error))
     assert caught.value is error
     assert error.__cause__ is error.__context__ is None
-    assert f"(its last, {name} (its 1st), raised {type(error).__name__})" in said()
+    assert f"since call 1 of {name} raised {type(error).__name__}, but at" in said()
     calling.step(said)
-    assert "(its last, step" in said()
-    assert "returned)" in said()
+    assert " since call " in said()
+    assert " of step returned, but at" in said()
 
 
 def test_activity_report_ignores_finished_calls_of_other_threads(calling: Calling) -> None:
@@ -381,7 +377,7 @@ def test_activity_report_ignores_finished_calls_of_other_threads(calling: Callin
     thread = threading.Thread(target=calling.window, args=(said,))
     thread.start()
     thread.join()
-    assert "(its last, step (its 1st), returned)" in said()
+    assert "since call 1 of step returned, but at" in said()
 
 
 def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
@@ -396,8 +392,8 @@ def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
 
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(step).result()
-        assert found.endswith(f", and in a thread in step (its {before + 1}{'st' if before == 0 else 'th'})")
-    assert calling.step(said) == "in step (its 2nd)"
+        assert found.endswith(f", and in a thread in call {before + 1} of step")
+    assert calling.step(said) == "in call 2 of step"
 
 
 def test_call_records_of_finished_threads_are_removed(calling: Calling) -> None:
@@ -436,7 +432,7 @@ class EndingStore:
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
     def get(self, key: str) -> str:
-        return json.dumps((1, "in save_checkpoint (its 1st)"))
+        return json.dumps((1, "in call 1 of save_checkpoint"))
 
 
 def test_timeout_error_lists_calls_of_ranks_that_replied_before_store_closed(
@@ -450,7 +446,7 @@ def test_timeout_error_lists_calls_of_ranks_that_replied_before_store_closed(
     with pytest.raises(RuntimeError) as caught:
         calling.step(raising(dist.DistError("timed out")))
     assert str(caught.value) == (
-        "rank 0 got no reply in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no response (the process "
+        "rank 0 got no reply in call 1 of step; rank 1: in call 1 of save_checkpoint; rank 2: no response (the process "
         f"has exited or is stopped). {SAME}, and no rank may stop before the others. torch reports: timed out"
     )
 
@@ -460,7 +456,7 @@ def test_tracked_call_may_end_in_another_thread(calling: Calling) -> None:
     call.__enter__()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(call.__exit__, None, None, None).result()
-    assert "(its last, window (its 1st), returned)" in said()
+    assert "since call 1 of window returned, but at" in said()
 
 
 def test_activity_report_keeps_no_reference_to_inspected_frames(calling: Calling) -> None:
@@ -499,7 +495,7 @@ def with_an_own_step() -> str:
 
 def test_step_overridden_by_subclass_is_tracked(world: World) -> None:
     for rank, error in enumerate(world.run(2, with_an_own_step)):
-        assert error.startswith(f"rank {rank} got no reply in step (its ")
+        assert re.match(rf"rank {rank} got no reply in call \d+ of step; ", error)
 
 
 # Processes that end, or are stopped ----------------------------------------------------------------------------------
@@ -554,7 +550,7 @@ def ended() -> Ended:
 def test_timeout_error_reports_no_response_of_killed_process(ended: Ended) -> None:
     (error,) = ended["killed"].result()
     assert error.startswith(
-        "rank 0 got no reply in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
+        "rank 0 got no reply in call 3 of step; rank 1: in no call of meshstep since call 2 of step "
     )
     assert " in evaluate; rank 2: no response (the process has exited or is stopped). " in error
 
@@ -562,14 +558,14 @@ def test_timeout_error_reports_no_response_of_killed_process(ended: Ended) -> No
 def test_timeout_error_is_raised_if_the_store_process_is_stopped(ended: Ended) -> None:
     for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
-            f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, because the job's store "
-            "does not respond. torch reports: "
+            f"rank {rank} got no reply in call 3 of step; the calls of other ranks are unknown, because the job's store "
+            "does not respond. Look for an earlier error of another rank. torch reports: "
         )
 
 
 def test_ranks_log_no_stack_trace_after_the_store_server_dies(ended: Ended) -> None:
     for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
-        assert error.startswith(f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, ")
+        assert error.startswith(f"rank {rank} got no reply in call 3 of step; the calls of other ranks are unknown, ")
         assert "frame #" not in logged
         assert "recvValue failed" not in logged
 

@@ -949,7 +949,7 @@ def step_without_backward() -> str:
 
 def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World) -> None:
     first, second = world.run(2, step_without_backward)
-    assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
+    assert "rank 0 got no reply in call 3 of step; rank 1: in " in first
     assert second.startswith("rank 1 called step() without a backward since its last update (accumulation_steps=1)")
 
 

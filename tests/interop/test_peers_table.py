@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
 ROWS = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("flags", ["--ranks 2", "--train"])
 def test_peers_benchmark_prints_a_row_for_each_supported_library(flags: str) -> None:
     command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "64", *flags.split()]

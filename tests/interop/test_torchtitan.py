@@ -21,6 +21,7 @@ def rows(how: str, printed: str) -> list[Row]:
     return [(step, loss, norm, exact) for step, loss, norm, exact in found]
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("layout", ["fsdp x tp", "hsdp", "pp x fsdp"])
 def test_torchtitan_recipe_equals_stock_run_with_exact_norms_and_resumes(tmp_path: Path, layout: str) -> None:
     printed = torchrun(SCRIPT, 4, str(tmp_path), layout)

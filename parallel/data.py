@@ -112,7 +112,10 @@ class ShardedBatchSampler(Sampler[Batch]):
         except ValueError as problem:
             if not position:
                 raise
-            raise ValueError(f"after {position} samples of an epoch: {problem}, or begin the next epoch") from None
+            raise ValueError(
+                f"after {position} samples of an epoch: {problem}, or begin the next epoch: add 1 to 'epoch' and set "
+                "'position' to 0 in the state"
+            ) from None
         return [position + bound for bound in left]
 
     def order(self, epoch: int) -> Tensor:

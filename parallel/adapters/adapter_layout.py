@@ -628,8 +628,8 @@ def _sequence_dim(base: nn.Module, sequence_parallel: bool | None) -> int | None
 def _check_order(axes: Axes, topology: Topology, name: str) -> None:
     if axes != tuple(axis for axis in topology.axes if axis in axes):
         raise ValueError(
-            f"{name} is sharded over {' x '.join(axes)}, in another order than that of {topology!r}; name the axes in the "
-            "order of the topology"
+            f"{name} is sharded over mesh axes {' x '.join(axes)}, in another order than the axes of {topology!r}; shard "
+            "and declare the weight in the order of these axes"
         )
 
 

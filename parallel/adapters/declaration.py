@@ -401,7 +401,8 @@ def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> Adap
     if spec.sharded_axes and registry.size(*spec.sharded_axes) > 1:
         raise ValueError(
             f"{parameter}, a parameter of several experts, is sharded ({spec}), but PEFT's adapter of such a parameter "
-            "(target_parameters) has the size of the full parameter; use add_lora of meshstep.parallel with its name"
+            "(target_parameters) has the size of the full parameter; use add_lora of meshstep.parallel with "
+            "the name of this parameter"
         )
     return AdapterLayout(registry, adapter.first.size(1), adapter.second.size(0), P(), P())
 

@@ -356,7 +356,7 @@ def check_same_call(calls: Sequence[str | None]) -> None:
         mismatches = ", ".join(
             f"{named_ranks(ranks)} in {call or 'no call of meshstep'}" for call, ranks in where.items()
         )
-        raise RuntimeError(f"ranks meet in different calls: {mismatches}. {_SAME_CALLS}")
+        raise RuntimeError(f"ranks are in different calls: {mismatches}. {_SAME_CALLS}")
 
 
 def is_transport_error(error: BaseException | None) -> bool:

@@ -210,9 +210,9 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
     for group in groups:
         if [rank - group[0] for rank in group] != [rank - first[0] for rank in first]:
             raise ValueError(
-                f"the groups along {name!r} have different sizes or strides: ranks {first} and ranks {group}. Groups along "
-                "an axis have the same size and strides on all ranks; for example, all stages need the same number of "
-                "tensor ranks. Give meshes whose groups have the same size and strides"
+                f"the groups along mesh dim {name!r} have different sizes or strides: ranks {first} and ranks {group}. "
+                "Groups along an axis have the same size and strides on all ranks; for example, all stages need the same "
+                "number of tensor ranks. Give meshes whose groups have the same size and strides"
             )
     steps = steps_of(first)
     if steps is None:
@@ -224,8 +224,8 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
         bad, (size, stride) = begins[0]
         reason = f"no group of size {size} and stride {stride} begins at rank {bad[0]}"
     raise ValueError(
-        f"ranks {bad} along {name!r} can't be a group of a row-major mesh: {reason}; give meshes that init_device_mesh "
-        "returns, or slices of such meshes"
+        f"ranks {bad} along mesh dim {name!r} can't be a group of a row-major mesh: {reason}; give meshes that "
+        "init_device_mesh returns, or slices of such meshes"
     )
 
 
@@ -252,6 +252,6 @@ def _atoms_by_name(parts: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[str
     for (_, name), atoms in parts.items():
         if found.setdefault(name, atoms) != atoms:
             raise ValueError(
-                f"two meshes have a dim named {name!r}, but these dims group different ranks; rename one of the dims"
+                f"two meshes have a dim named {name!r}, but these dims group different ranks; rename one of the two dims"
             )
     return found

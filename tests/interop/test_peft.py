@@ -486,4 +486,4 @@ def test_declare_adapters_rejects_peft_adapter_of_stacked_experts(world: World, 
     """The mesh shards by FSDP only: with tensor or expert parallelism, the constructor of PEFT already raises an error."""
     for text in world.run(2, peft_experts_declared, saved("qwen3_moe"), (2, 1)):
         assert "experts.down_proj, a parameter of several experts, is sharded (P(" in text
-        assert text.endswith("use add_lora of meshstep.parallel with its name")
+        assert text.endswith("use add_lora of meshstep.parallel with the name of this parameter")

@@ -181,7 +181,7 @@ def test_timeout_error_names_calls_of_all_ranks_if_they_differ(waited: Ended) ->
 
 def test_save_checkpoint_on_one_rank_and_load_on_another_raises_before_timeout(world: World, tmp_path: Path) -> None:
     for error, _, seconds in world.run(2, saving_and_loading, tmp_path):
-        assert error == (f"ranks meet in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
+        assert error == (f"ranks are in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
         assert seconds < 60.0, "waited for the timeout"
 
 

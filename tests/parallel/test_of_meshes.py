@@ -72,15 +72,19 @@ def test_topology_axes_are_common_refinement_of_all_meshes(world_size: int, grid
         (
             4,
             {("a",): [0, 3, 1, 2]},
-            r"ranks \(0, 3, 1, 2\) along 'a' can't be .*: the differences of the ranks do not form",
+            r"ranks \(0, 3, 1, 2\) along mesh dim 'a' can't be .*: the differences of the ranks do not form",
         ),
         (
             4,
             {("a",): [1, 2]},
-            r"ranks \(1, 2\) along 'a' can't be .*: no group of size 2 and stride 1 begins at rank 1",
+            r"ranks \(1, 2\) along mesh dim 'a' can't be .*: no group of size 2 and stride 1 begins at rank 1",
         ),
         # Of the groups along 'b', (0, 1) is valid and (3, 4) is not.
-        (5, {("a", "b"): [[0, 1], [3, 4]]}, r"ranks \(3, 4\) along 'b' can't be .* and stride 1 begins at rank 3"),
+        (
+            5,
+            {("a", "b"): [[0, 1], [3, 4]]},
+            r"ranks \(3, 4\) along mesh dim 'b' can't be .* and stride 1 begins at rank 3",
+        ),
         (10, {("a",): [4, 5, 8, 9]}, r"ranks \(4, 5, 8, 9\) .* no group of size 2 and stride 4 begins at rank 4"),
         (
             8,
@@ -104,7 +108,7 @@ def test_stages_with_different_tensor_sizes_raise_error_that_shows_both() -> Non
     seen = [[Dim(0, "tp", (0, 1))]] * 2 + [[Dim(0, "tp", (2, 3, 4, 5))]] * 4
     with pytest.raises(
         ValueError,
-        match=r"along 'tp' have different sizes or strides: ranks \(0, 1\) and ranks \(2, 3, 4, 5\).*same number of tensor",
+        match=r"along mesh dim 'tp' have different sizes or strides: ranks \(0, 1\) and ranks \(2, 3, 4, 5\).*same number",
     ):
         refined(seen)
 

@@ -18,7 +18,7 @@ when the host has waited for it: the source must be unchanged.
 Another finding is device memory that is freed while another stream may still use it, because the next operation on the
 stream of its allocation may get this memory (`record_stream`).
 
-Autograd cannot run, so gradients are set by the test.
+Autograd cannot run, so gradients are set by the test; `set_gradients.run_backward` also runs the hooks of a backward.
 """
 
 from __future__ import annotations

@@ -6,14 +6,16 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gathered_objects import objects_gathered_by, said_by_all
 from loops import using
 from meshstep.optim import (
@@ -34,8 +36,9 @@ from meshstep.optim.checkpoint import save
 from meshstep.optim.checkpoint.contents import SavedTensor
 from meshstep.optim.checkpoint.save import Snapshot
 from meshstep.optim.gradients.buckets import NoCompression
+from meshstep.optim.gradients.reduce_in_backward import InFlight
 from meshstep.optim.schedule import FlagCopy
-from meshstep.optim.states import offloaded
+from meshstep.optim.states import offloaded, sharded
 from meshstep.optim.states.offloaded import HostBucket, TransferStreams
 from meshstep.optim.states.sharded import ZeroBucket
 from meshstep.optim.step import skips
@@ -43,8 +46,9 @@ from meshstep.optim.step.skips import SkipMonitor
 from meshstep.optim.step.update_request import HostDecision
 from meshstep.optim.whole.optimizer import StepsTaken
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER
 from meshstep.testing import fake_world
-from set_gradients import setting_gradients
+from set_gradients import run_backward, setting_gradients
 from stream_simulation import simulated_cuda
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -55,6 +59,7 @@ pytestmark = pytest.mark.skipif(
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 SHAPES = ((6, 5), (6,), (4, 6), (4,), (3, 3))
+GRADIENT_BUCKET = 64  # maximum size in bytes: the last two gradients have a bucket, and each other gradient has one
 SKIPPED = (2, 5, 6)  # steps with a non-finite gradient
 
 
@@ -76,6 +81,8 @@ class Training:
         steps: Number of steps. Default: 9.
         ranks: Number of data-parallel ranks, of which only rank 0 runs. Default: 1.
         own_streams: True: each step runs in a new stream, which waits for the previous one. Default: False.
+        micro_batches: Number of backwards per step. They set gradients from the last parameter to the first, and run
+            the parameters' hooks, so reductions start in backward. 0 (default): gradients are set without a backward.
     """
 
     inner: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = fused_adamw
@@ -86,6 +93,7 @@ class Training:
     steps: int = 9
     ranks: int = 1
     own_streams: bool = False
+    micro_batches: int = 0
 
     def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
         """Return the final weights, the learning rates of all steps, and the number of skipped steps."""
@@ -111,11 +119,12 @@ class Training:
         rates = []
         for step in range(self.steps):
             with self.stream(device):
-                with setting_gradients(optimizer):
-                    for index, param in enumerate(params):
-                        value = math.inf if step in SKIPPED else math.sin(step + index)
-                        dtype = getattr(param, "grad_dtype", None) or param.dtype
-                        param.grad = torch.full(param.shape, value, device=device, dtype=dtype)
+                for _ in range(self.micro_batches):
+                    run_backward(optimizer, self.gradients(params, step))
+                if not self.micro_batches:
+                    with setting_gradients(optimizer):
+                        for tensor, gradient in self.gradients(params, step):
+                            tensor.grad = gradient
                 optimizer.step()
                 rates.append(float(optimizer.param_groups[0]["lr"]))
                 if schedule is not None:
@@ -126,6 +135,13 @@ class Training:
             assert measured.last is not None
             measured.last.values.cpu()
         return [param.detach().cpu() for param in params], rates, optimizer.skipped_steps
+
+    def gradients(self, params: Sequence[Tensor], step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter, from the last to the first, and a new gradient of it."""
+        for index, param in reversed([*enumerate(params)]):
+            value = math.inf if step in SKIPPED else math.sin(step + index)
+            dtype = getattr(param, "grad_dtype", None) or param.dtype
+            yield param, torch.full(param.shape, value, device=param.device, dtype=dtype)
 
     @contextmanager
     def stream(self, device: torch.device) -> Iterator[None]:
@@ -161,6 +177,24 @@ RUNS: dict[str, Training] = {
     "offloaded, own stream per step": replace(OFFLOADED, own_streams=True),
     "SOAP, own stream per step": Training(lambda params: SOAP(params, lr=0.01), steps=5, own_streams=True),
 }
+# Reductions start in backward. Gradients have four buckets; see `small_buckets`. Updates are proportional to gradients, so
+# that missing sums change the weights.
+BACKWARD = Training(lambda params: torch.optim.SGD(params, 0.1, fused=True), steps=4, ranks=2, micro_batches=1)
+OVERLAP = {"overlap": True, "bucket_bytes": GRADIENT_BUCKET, "max_norm": 100.0}
+ZERO_2 = {"states": Sharded("data", gradients=True), "max_norm": 100.0}
+COMPRESSED = {**ZERO_2, "states": Sharded("data", gradients=True, compression=Bf16Compression())}
+IN_BACKWARD: dict[str, Training] = {
+    "overlap": replace(BACKWARD, options=OVERLAP),
+    "overlap, accumulation": replace(BACKWARD, options={**OVERLAP, "accumulation_steps": 2}, micro_batches=2),
+    "overlap, fp16": replace(BACKWARD, options={**OVERLAP, "precision": "fp16"}, dtype=torch.float16),
+    "overlap, compressed": replace(BACKWARD, options={**OVERLAP, "compression": Bf16Compression()}),
+    "overlap, own stream per step": replace(BACKWARD, options=OVERLAP, own_streams=True),
+    "ZeRO-2 in backward": replace(BACKWARD, options=ZERO_2),
+    "ZeRO-2, accumulation": replace(BACKWARD, options={**ZERO_2, "accumulation_steps": 2}, micro_batches=2),
+    "ZeRO-2, bf16": replace(BACKWARD, options={**ZERO_2, "precision": "bf16"}, dtype=torch.bfloat16),
+    "ZeRO-2, compressed": replace(BACKWARD, options=COMPRESSED),
+    "ZeRO-2, own stream per step": replace(BACKWARD, options=ZERO_2, own_streams=True),
+}
 # Gradients of other ranks are missing, so these runs have no reference.
 ON_TWO_RANKS: dict[str, Training] = {
     "replicated": Training(ranks=2),
@@ -178,19 +212,33 @@ ON_TWO_RANKS: dict[str, Training] = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit buckets of offloaded parameters to 160 bytes of gradients, so that most runs have several."""
+    """Limit buckets of offloaded parameters to 160 bytes of gradients, and those of `Sharded` to 64 bytes.
+
+    So most runs have several.
+    """
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 160)
+    monkeypatch.setattr(sharded, "BUCKET_BYTES", GRADIENT_BUCKET)
 
 
-def findings_of(training: Training) -> list[str]:
-    """Return the findings of a run on cuda:1 while cuda:0 is the current device."""
+@contextmanager
+def world_of(training: Training) -> Iterator[None]:
+    """Replace the ranks of ``training`` other than rank 0."""
     with ExitStack() as stack:
         if training.ranks > 1:
             stack.enter_context(fake_world(training.ranks))
             stack.enter_context(objects_gathered_by(said_by_all))
-        simulation = stack.enter_context(simulated_cuda(collectives_on=SECOND))
-        training.run(SECOND)
-    return simulation.findings
+        yield
+
+
+def simulate(training: Training) -> tuple[list[str], list[Tensor]]:
+    """Return the findings and the final weights of a run on cuda:1 while cuda:0 is the current device."""
+    with world_of(training), simulated_cuda(collectives_on=SECOND) as simulation:
+        weights, *_ = training.run(SECOND)
+    return simulation.findings, weights
+
+
+def findings_of(training: Training) -> list[str]:
+    return simulate(training)[0]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -215,6 +263,52 @@ def test_training_on_one_of_two_ranks_has_no_unordered_stream_access(name: str) 
     assert findings_of(ON_TWO_RANKS[name]) == []
 
 
+def weights_on_cpu(training: Training) -> list[Tensor]:
+    """Return the final weights of a run on the CPU, in which other ranks have the gradients of rank 0 or none."""
+    with world_of(training):
+        return training.run(CPU)[0]
+
+
+@cache
+def has_fake_sums() -> bool:
+    """Return whether torch's fake backend writes the result of a reduce-scatter. Some versions leave it as it is."""
+    with fake_world(2):
+        own = torch.zeros(2)
+        getattr(dist, REDUCE_SCATTER)(own, torch.ones(4))
+    return bool(own.all())
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_gradient_reduction_in_backward_has_no_unordered_stream_access(name: str) -> None:
+    findings, weights = simulate(IN_BACKWARD[name])
+    assert findings == []
+    if "states" not in IN_BACKWARD[name].options or has_fake_sums():
+        torch.testing.assert_close(weights, weights_on_cpu(IN_BACKWARD[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "most"), [("overlap", "all_reduce", 4), ("ZeRO-2 in backward", "reduce_scatter", 3)]
+)
+def test_compute_stream_waits_in_backward_for_no_reduction_or_for_the_oldest_of_three(
+    name: str, method: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[Any] = []
+    in_flight: list[int] = []
+    start = getattr(NoCompression, method)
+
+    def started(*args: Any) -> Any:
+        wait = start(*args)
+        works.append(wait.__self__)
+        clock = works[-1].event.simulation.current_stream(SECOND).clock
+        in_flight.append(sum(any(clock.get(one, 0) < at for one, at in work.event.clock.items()) for work in works))
+        return wait
+
+    monkeypatch.setattr(NoCompression, method, started)
+    assert findings_of(IN_BACKWARD[name]) == []
+    assert in_flight == [1, 2, 3, most] * IN_BACKWARD[name].steps
+
+
 @pytest.mark.parametrize("name", ["schedule", "half offloaded", "SOAP"])
 def test_models_on_two_simulated_gpus_have_no_unordered_stream_access(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -234,8 +328,8 @@ class Defect:
         owner: The class.
         method: The method.
         old: Text in the source code of the method, which occurs once.
-        new: The text that replaces it; ``KEPT`` is an empty dict.
-        run: A key of `RUNS` or `ON_TWO_RANKS`.
+        new: The text that replaces it; ``KEPT`` is an empty dict, and ``on_new_stream`` is the function below.
+        run: A key of `RUNS`, `ON_TWO_RANKS` or `IN_BACKWARD`.
         finding: A regular expression that matches the start of each finding.
     """
 
@@ -253,8 +347,19 @@ class Defect:
         made: dict[str, Any] = {}
         names = inspect.unwrap(method).__globals__
         monkeypatch.setitem(names, "KEPT", {})
+        monkeypatch.setitem(names, "on_new_stream", on_new_stream)
         exec(code.replace(self.old, self.new), names, made)
         monkeypatch.setattr(self.owner, self.method, made[self.method])
+
+
+def on_new_stream(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that runs ``call`` in a new stream, which waits for no other stream."""
+
+    def run() -> Any:
+        with torch.cuda.stream(torch.cuda.Stream(SECOND)):
+            return call()
+
+    return run
 
 
 ON_DEVICE = r"stream \d+ of cuda:1 (reads|writes) device memory"
@@ -302,6 +407,18 @@ DEFECTS: dict[str, Defect] = {
     "wait for reduce-scatter removed": Defect(
         NoCompression, "reduce_scatter", "work.wait", "lambda: None", "ZeRO-2", ON_DEVICE
     ),
+    "wait for all-reduce in backward removed": Defect(
+        NoCompression, "all_reduce", "work.wait", "lambda: None", "overlap", ON_DEVICE
+    ),
+    "wait for reduce-scatter in backward removed": Defect(
+        NoCompression, "reduce_scatter", "work.wait", "lambda: None", "ZeRO-2 in backward", ON_DEVICE
+    ),
+    "reduction in backward started on another stream": Defect(
+        InFlight, "run", "start()", "on_new_stream(start)()", "overlap", f"{ON_DEVICE}|{FREED}"
+    ),
+    "reduction in backward finished on another stream": Defect(
+        InFlight, "run", "start()", "on_new_stream(start())", "ZeRO-2 in backward", f"{ON_DEVICE}|{FREED}"
+    ),
     "wait for all-gather removed": Defect(ZeroBucket, "gather", "work.wait()", "", "ZeRO-1", ON_DEVICE),
     "gradients of all buckets in one buffer": Defect(
         HostBucket,
@@ -319,9 +436,20 @@ def test_simulation_finds_planted_stream_synchronization_defect(name: str, monke
     defect.plant(monkeypatch)
     monkeypatch.setattr(skips, "LAG", 3)
     with using("torch"):  # the simulation records torch operators, and C loops use none
-        findings = findings_of((RUNS | ON_TWO_RANKS)[defect.run])
+        findings = findings_of((RUNS | ON_TWO_RANKS | IN_BACKWARD)[defect.run])
     assert findings
     assert all(re.match(defect.finding, finding) for finding in findings), findings
+
+
+@pytest.mark.parametrize("name", ["overlap", "ZeRO-2 in backward"])
+def test_unfinished_reductions_in_backward_change_simulated_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect breaks no order of streams: no operation uses the sums of the last buckets."""
+    if "states" in IN_BACKWARD[name].options and not has_fake_sums():
+        pytest.skip("torch's fake backend makes no sums")
+    expected = weights_on_cpu(IN_BACKWARD[name])
+    Defect(InFlight, "run", "while to_the_end and", "while False and", name).plant(monkeypatch)
+    _, weights = simulate(IN_BACKWARD[name])
+    assert not torch.allclose(weights[0], expected[0])
 
 
 def test_removed_wait_before_c_update_loops_makes_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:

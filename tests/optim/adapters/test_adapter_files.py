@@ -38,7 +38,9 @@ def loaded(layout: str, folder: str) -> Weights:
 @pytest.mark.parametrize(
     ("before", "after"), [("tensor", "grid"), ("grid", "data and tensor"), ("wide grid", "tensor")]
 )
-def test_saved_adapter_loads_bitwise_onto_another_layout(world: World, tmp_path: Path, before: str, after: str) -> None:
+def test_adapter_weights_are_bitwise_identical_after_loading_onto_another_layout(
+    world: World, tmp_path: Path, before: str, after: str
+) -> None:
     folder = str(tmp_path / "adapter")
     expected = world.run(ranks_of(before), saved, before, folder)[0]
     assert {path.name for path in Path(folder).iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}

@@ -203,7 +203,7 @@ def _owned(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def test_lora_rejects_undeclared_or_unsupported_base_layers_and_r_of_zero(world: World) -> None:
+def test_lora_and_declare_adapters_reject_unsupported_layers_and_arguments(world: World) -> None:
     for texts in world.run(2, errors):
         undeclared, without_registry, rank, kind, none, owned = texts
         assert "the base layer: a parameter of shape (4, 4) has no spec; declare its layout" in undeclared

@@ -95,7 +95,7 @@ def trained_with_dropout(layout: str, options: Options) -> tuple[Weights, list[f
 
 
 @pytest.mark.parametrize("case", DROPOUTS)
-def test_lora_with_dropout_trains_like_one_process_on_several_layouts(world: World, case: str) -> None:
+def test_sharded_lora_with_dropout_trains_like_one_process(world: World, case: str) -> None:
     layout, options = case.partition(",")[0], DROPOUTS[case]
     ((_, expected_norms, expected),) = world.run(1, trained, "single", options)
     ((_, norms_without, _),) = world.run(1, trained, "single", options._replace(adapters={}))
@@ -119,7 +119,7 @@ def gradient_with_seeds(seeds: tuple[int, int]) -> tuple[Tensor, str]:
         return model.up.lora_A.grad, ""
 
 
-def test_lora_dropout_is_equal_on_replicas_and_rejects_unequal_seeds(world: World) -> None:
+def test_lora_dropout_gradients_are_equal_on_replicas_and_unequal_seeds_raise(world: World) -> None:
     (first, error), (second, _) = world.run(2, gradient_with_seeds, (7, 7))
     assert not error
     assert torch.equal(first, second)

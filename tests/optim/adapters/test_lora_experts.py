@@ -356,7 +356,7 @@ def grouped_loaded(layout: str, folder: str) -> Weights:
         return full_weights(model, registry)
 
 
-def test_lora_of_stacked_experts_is_proved_merged_and_saved_correctly(world: World, tmp_path: Path) -> None:
+def test_lora_of_stacked_experts_works_with_prove_merge_and_save_adapter(world: World, tmp_path: Path) -> None:
     folder = str(tmp_path / "adapter")
     with ProcessGroupRegistry(Topology()) as registry:
         single = full_weights(grouped_model("single", registry, zero=True), registry)

@@ -89,7 +89,7 @@ class Scaled(nn.Module):
         return (self.weight**3).sum() / sum(norms)
 
 
-def test_stop_gradient_returns_first_forward_values_in_prove_and_detaches_otherwise() -> None:
+def test_prove_accepts_stop_gradient_which_detaches_outside_prove() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = Scaled()
     assert prove(model, lambda model: model(), registry).proved == ("weight",)

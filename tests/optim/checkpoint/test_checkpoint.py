@@ -27,7 +27,7 @@ from world import World
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), data=st.data())
-def test_boxes_of_range_of_flattened_tensor_cover_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_flattened_range_cover_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -51,7 +51,7 @@ def regions(draw: st.DrawFn, full: list[int]) -> Region:
 
 
 @given(full=st.lists(st.integers(0, 4), max_size=3), data=st.data())
-def test_region_overlap_agrees_with_common_elements(full: list[int], data: st.DataObject) -> None:
+def test_regions_overlap_exactly_if_they_share_an_element(full: list[int], data: st.DataObject) -> None:
     index = torch.arange(prod(full)).view(full)
     one, other = (data.draw(regions(full)) for _ in range(2))
     elements = [set(region.of(index).flatten()[region.start : region.stop].tolist()) for region in (one, other)]

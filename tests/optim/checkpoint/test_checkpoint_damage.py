@@ -160,7 +160,7 @@ def test_checkpoint_of_different_model_or_options_is_rejected(
         assert content([model.state_dict(), optimizer.state_dict()]) == before
 
 
-def test_checkpoint_of_frozen_parameter_loads_before_unfreezing(tmp_path: Path) -> None:
+def test_bf16_checkpoint_of_frozen_parameter_loads_only_while_parameter_is_frozen(tmp_path: Path) -> None:
     def frozen() -> tuple[nn.Module, Any]:
         model = model_of()
         model.get_parameter("one.weight").requires_grad_(False)
@@ -190,7 +190,7 @@ class Fussy(torch.optim.lr_scheduler.StepLR):
             raise KeyError("gamma")
 
 
-def test_failing_scheduler_load_leaves_everything_unchanged(tmp_path: Path) -> None:
+def test_failing_scheduler_load_leaves_model_optimizer_and_scheduler_unchanged(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, lr_scheduler=Fussy(optimizer, 1, gamma=0.5))

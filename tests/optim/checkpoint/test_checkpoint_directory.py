@@ -42,7 +42,7 @@ def test_keep_argument_retains_last_checkpoints_and_each_is_loadable(tmp_path: P
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, None])
-def test_invalid_keep_is_rejected(tmp_path: Path, keep: Any) -> None:
+def test_save_checkpoint_rejects_invalid_keep_argument(tmp_path: Path, keep: Any) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"keep=.*: give the number of checkpoints to keep"):
         save_checkpoint(tmp_path, model, optimizer_of(model), keep=keep)
@@ -301,7 +301,7 @@ class Hollow(nn.Linear):
 
 
 @pytest.mark.parametrize("nothing", [None, torch.empty(0, dtype=torch.uint8)])
-def test_empty_extra_state_does_not_prevent_saving(tmp_path: Path, nothing: Any) -> None:
+def test_empty_extra_state_of_module_does_not_prevent_saving_and_loading(tmp_path: Path, nothing: Any) -> None:
     model, other = Hollow(nothing), Hollow(nothing)
     save_checkpoint(tmp_path, model, optimizer_of(model))
     load_checkpoint(tmp_path, other, optimizer_of(other))

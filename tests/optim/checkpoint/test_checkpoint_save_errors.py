@@ -81,7 +81,7 @@ def test_save_rejects_state_of_clip_rule_that_could_not_be_loaded(
 
 
 @pytest.mark.parametrize("value", [np.float64(0.25), np.float32(0.25), np.int64(3), np.bool_(True), np.array(0.25)])
-def test_numbers_of_numpy_in_checkpoint_are_loaded_as_python_numbers(tmp_path: Path, value: Any) -> None:
+def test_numpy_numbers_in_checkpoint_are_loaded_as_python_numbers(tmp_path: Path, value: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     adamw = optimizer.optimizer
@@ -210,7 +210,9 @@ def test_save_succeeds_when_previous_checkpoint_cannot_be_removed(
 
 
 @pytest.mark.parametrize("how", ["disk, tensors", "disk, rest"])
-def test_failed_save_of_one_process_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_failed_save_in_single_process_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     model = nn.Linear(2, 2)
     monkeypatch.setattr(*FULL[how], _no_space)
     with pytest.raises(RuntimeError, match="No space left"):

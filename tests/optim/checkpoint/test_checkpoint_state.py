@@ -343,7 +343,9 @@ def test_checkpoint_moves_between_ddp_fsdp2_and_single_process(
 
 
 @pytest.mark.parametrize("split_masters", [False, True])
-def test_checkpoint_with_master_weights_loads_if_parameter_is_frozen(tmp_path: Path, split_masters: bool) -> None:
+def test_checkpoint_with_master_weights_loads_into_model_with_frozen_parameter(
+    tmp_path: Path, split_masters: bool
+) -> None:
     def make(value: float, frozen: bool) -> tuple[nn.ParameterDict, ParallelOptimizer]:
         weights = {name: nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16)) for name in ("base", "head")}
         model = nn.ParameterDict(weights)

@@ -107,7 +107,7 @@ def planted_for_two(path: Path, mark: Path) -> str:
     return str(error.value)
 
 
-def test_damage_found_by_one_rank_is_reported_on_all_ranks(world: World, tmp_path: Path) -> None:
+def test_malicious_file_of_one_rank_raises_on_all_ranks_without_execution(world: World, tmp_path: Path) -> None:
     world.run(2, planted_for_two, tmp_path / "run", tmp_path / "executed")
     assert not (tmp_path / "executed").exists()
 

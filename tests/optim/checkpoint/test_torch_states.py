@@ -171,7 +171,7 @@ def whole_states(axes: Axes, options: dict[str, Any], dtype: torch.dtype = torch
 
 
 @pytest.mark.parametrize("kind", ["split", "ZeRO-1", "split, ZeRO-1"])
-def test_full_optimizer_state_equals_single_process_state(world: World, kind: str) -> None:
+def test_full_optimizer_state_matches_single_process_state(world: World, kind: str) -> None:
     axes, options = KINDS[kind]
     (dense,) = world.run(1, whole_states, (), {})
     for found in world.run(ranks(kind), whole_states, axes, options):
@@ -339,7 +339,7 @@ def test_torch_states_reject_clipping_rule_state_that_is_no_json() -> None:
         states.load_state_dict(saved)
 
 
-def test_torch_states_of_optimizer_without_states_keep_split_masters() -> None:
+def test_creating_torch_states_for_stateless_optimizer_keeps_split_master_weights() -> None:
     """SGD without momentum has no states. To create missing states, the constructor of `TorchStates` makes a step with zero
     gradients, which must not change the master weights."""
     with ProcessGroupRegistry(Topology()) as registry:

@@ -134,7 +134,7 @@ def wrong_on_one_rank(norm_type: float) -> str:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 14.0, math.inf])
-def test_complex_gradient_on_one_rank_raises_there_and_skips_on_others(world: World, norm_type: float) -> None:
+def test_complex_gradient_on_one_rank_raises_there_and_sets_found_inf_elsewhere(world: World, norm_type: float) -> None:
     first, second = world.run(2, wrong_on_one_rank, norm_type)
     assert first == "skip"
     assert "the gradient of other is complex" in second

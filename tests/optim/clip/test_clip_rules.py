@@ -387,7 +387,7 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
-def test_steps_after_first_need_no_host_synchronization_with_each_rule(world: World, name: str) -> None:
+def test_fused_steps_after_first_need_no_host_synchronization_with_each_rule(world: World, name: str) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     assert world.run(2, reads, CONFIGS[name], list(rules.values()), True) == [[], []]
 
@@ -613,7 +613,7 @@ def test_skip_spikes_without_spike_gives_results_of_its_inner_rule() -> None:
         ), name
 
 
-def test_callable_threshold_is_resolved_only_if_the_steps_are_known() -> None:
+def test_resolve_threshold_calls_threshold_only_if_step_count_is_known() -> None:
     def halved(steps: Tensor) -> Tensor:
         return 1 / (1 + steps)
 

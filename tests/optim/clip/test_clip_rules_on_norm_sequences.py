@@ -220,7 +220,7 @@ def assert_as_expected(told: Told, want: Expected, label: str) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_stateful_rules_match_published_formulas_on_several_layouts(world: World, name: str) -> None:
+def test_stateful_and_named_rules_match_reference_on_several_layouts(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, on_traces, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
@@ -232,7 +232,7 @@ def test_stateful_rules_match_published_formulas_on_several_layouts(world: World
             assert_as_expected(told[index], want, f"{label} on rank {rank}")
 
 
-def test_planted_norms_make_rules_clip_or_skip_in_some_steps_only() -> None:
+def test_norm_sequence_makes_most_rules_clip_or_skip_in_some_steps_only() -> None:
     """`SkipSpikes` rules skip some of the steps with a spike and no others. The other rules skip no step, and clip in
     some steps but not in all. The rules "named" and "warm-up, by parameter" may clip in all steps."""
     for label, rule in RULES.items():
@@ -255,7 +255,7 @@ class ByLocalMean(SkipSpikes):
         return super().decide(norms._replace(total=norms.total * (1 + dist.get_rank())), state)
 
 
-def test_rule_that_differs_between_ranks_fails_comparison(world: World) -> None:
+def test_rule_that_differs_between_ranks_fails_comparison_with_reference(world: World) -> None:
     config, wrong = CONFIGS["1-D"], ByLocalMean(3.0, 9.0, window=7, warm_up=5)
     by_rank = world.run(2, on_traces, config, [wrong])
     assert by_rank[0][0].bits() != by_rank[1][0].bits()
@@ -271,7 +271,9 @@ def test_rule_that_differs_between_ranks_fails_comparison(world: World) -> None:
         (SkipSpikes(3.0, 9.0, "mean", 9, 5), SkipSpikes(3.0, 9.0, "median", 9, 5)),
     ],
 )
-def test_comparison_distinguishes_rules_with_slightly_different_parameters(right: Clip, wrong: Clip) -> None:
+def test_comparison_with_reference_distinguishes_rules_with_slightly_different_arguments(
+    right: Clip, wrong: Clip
+) -> None:
     config = CONFIGS["one rank"]
     told = on_traces(config, [right])[0]
     assert_as_expected(told, expected(right, config), "right")
@@ -310,7 +312,7 @@ def resumed(config: Config, path: Path) -> dict[str, Told]:
     return found
 
 
-def test_rule_state_resumes_bitwise_on_same_layout_and_close_on_others(world: World, tmp_path: Path) -> None:
+def test_resumed_rules_are_bitwise_identical_on_same_layout_and_close_on_others(world: World, tmp_path: Path) -> None:
     first = CONFIGS["ZeRO-2, 1-D, windows"]
     by_rank = world.run(4, saved_and_continued, first, tmp_path)
     again = world.run(4, resumed, first, tmp_path)

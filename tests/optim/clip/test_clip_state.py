@@ -280,7 +280,7 @@ def unmatched(groups: Any) -> str:
         return str(raised.value)
 
 
-def test_pattern_without_matching_parameter_raises_on_every_rank(world: World) -> None:
+def test_max_norm_pattern_without_matching_parameter_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "experts.*": 0.5})
     assert first == second
     assert "'experts.*' matches no parameter; the names are bias" in first
@@ -289,7 +289,7 @@ def test_pattern_without_matching_parameter_raises_on_every_rank(world: World) -
     assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
 
 
-def test_patterns_that_leave_parameters_unmatched_raise(world: World) -> None:
+def test_max_norm_patterns_that_leave_parameters_unmatched_raise(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "t*": 0.5})
     assert first == second
     assert "no pattern of max_norm={'gain': ..., 't*': ...} matches" in first
@@ -427,7 +427,7 @@ def another_list() -> str:
         return said or str(clip.state_dict())
 
 
-def test_clip_state_with_parameters_changed_on_one_rank_raises_there_and_skips_elsewhere(world: World) -> None:
+def test_clip_state_with_parameters_changed_on_one_rank_raises_only_there(world: World) -> None:
     first, second = world.run(2, another_list)
     assert "the list of parameters differs from the list of the first call with this ClipState of AdaGC" in second
     assert "mean" in first

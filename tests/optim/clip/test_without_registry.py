@@ -261,7 +261,7 @@ def plain_differs(of: str) -> str:
 
 
 @pytest.mark.parametrize("of", ["parameter", "gradient"])
-def test_error_names_diverged_plain_replica_and_its_axis(world: World, of: str) -> None:
+def test_clip_error_names_diverged_plain_tensor_and_its_mesh_axis(world: World, of: str) -> None:
     for text in world.run(4, plain_differs, of):
         assert f"gain: the {of} differs" in text
         assert f"tensor_{of}" in text

@@ -120,7 +120,7 @@ def sent_bytes(way: str, mode: str, compressed: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_compression_halves_gradient_bytes(world: World, way: str) -> None:
+def test_compression_halves_bytes_of_float32_gradients(world: World, way: str) -> None:
     for mode in ("fp32", "bf16"):  # with master weights, bfloat16 parameters have float32 gradients
         plain, half = world.run(2, sent_bytes, way, mode, False)[0], world.run(2, sent_bytes, way, mode, True)[0]
         norm = plain.pop("torch.float64")

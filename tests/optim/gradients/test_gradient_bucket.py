@@ -95,7 +95,7 @@ def test_write_to_one_reduced_gradient_leaves_the_others_marked_as_reduced() -> 
     assert is_complete(params[1])
 
 
-def test_tied_gradient_is_summed_over_tied_stages_only() -> None:
+def test_sync_ranks_of_tied_parameter_belong_to_its_tied_stages_only() -> None:
     topology = Topology(pipe=4, data=2)
     spec = P(tied={"pipe": (0, -1)})
     for rank in (0, 6):

@@ -24,7 +24,7 @@ def chosen_with(times: Mapping[str, float]) -> str:
     return loops().variant
 
 
-def test_later_variant_is_selected_only_if_clearly_faster() -> None:
+def test_loop_variant_later_in_list_is_selected_only_if_clearly_faster() -> None:
     first, *others = loops().supported()
     slow = dict.fromkeys(others, 2.0)
     assert chosen_with({**slow, first: 1.0}) == first
@@ -40,7 +40,7 @@ def test_unknown_variant_raises_error_with_known_names() -> None:
     assert loops().variant == before
 
 
-def test_each_supported_instruction_set_has_a_second_variant_named_in_turn() -> None:
+def test_each_supported_instruction_set_has_second_variant_with_suffix_in_turn() -> None:
     found = loops().supported()
     assert found == [name for name in VARIANTS if name in found]
     assert found[-2:] == ["plain", "plain in turn"]
@@ -63,7 +63,7 @@ def test_measured_kernel_time_grows_with_number_of_elements() -> None:
     assert 0 < min(short() for _ in range(3)) < min(long() for _ in range(3))
 
 
-def test_variants_are_measured_in_turn_and_least_time_counts() -> None:
+def test_take_fastest_measures_variants_alternately_and_returns_shortest_times() -> None:
     measured = list[str]()
 
     def timed() -> float:

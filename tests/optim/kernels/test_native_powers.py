@@ -138,7 +138,7 @@ def test_sum_of_hundred_million_squares_is_accurate_to_14_digits() -> None:
     assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
 
 
-def test_power_sums_of_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
+def test_compiled_loops_leave_tensor_subclasses_and_norm_order_3_to_torch() -> None:
     class Other(Tensor):
         pass
 

@@ -109,7 +109,7 @@ def test_triton_rounding_supports_tensors_at_unaligned_addresses(interpreted: In
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_triton_rounding_compiles_to_vector_loads_without_barriers(
+def test_triton_rounding_at_aligned_addresses_compiles_to_vector_loads_without_barriers(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At aligned addresses, loads and stores use vectors of four elements. The kernel uses no shared memory and no

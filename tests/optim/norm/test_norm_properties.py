@@ -47,12 +47,12 @@ def assert_exact(
 
 
 @random_cases(cases(), 1000)
-def test_global_norm_with_packed_reduction_equals_dense_norm(world: World, drawn: list[Case]) -> None:
+def test_global_norm_with_packed_reduction_matches_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, packed)
 
 
 @random_cases(cases(), 200)
-def test_global_norm_with_per_group_reduction_equals_dense_norm(world: World, drawn: list[Case]) -> None:
+def test_global_norm_with_per_group_reduction_matches_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, per_group)
 
 

@@ -22,7 +22,7 @@ from world import World
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 12.0, 60.0, inf])
 @pytest.mark.parametrize("shape", [(3_000_001,), (1025, 1030), (5, 7)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_local_powers_match_float64_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     grads = [(torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.3).to(dtype)]
     grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
     rtol = 2e-7 if p == 2 and dtype == torch.float32 else 1e-12

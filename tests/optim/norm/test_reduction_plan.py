@@ -74,7 +74,7 @@ def test_plan_evaluates_specs_of_10000_parameters_fewer_than_100_times(question:
 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
-def test_element_counts_over_replication_factor_sum_to_full_model(case: Case) -> None:
+def test_element_counts_divided_by_replication_factor_sum_to_full_model(case: Case) -> None:
     """The sum over ranks of local elements / replication factor equals the elements of the full parameters of all
     stages."""
     topology = case.topology

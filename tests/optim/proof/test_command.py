@@ -181,7 +181,7 @@ def test_audit_with_wrong_number_of_processes_exits_with_error(folder: Path) -> 
     assert done.stderr.count(told) == 1
 
 
-def test_audit_table_with_rich_contains_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_report_with_rich_starts_with_table_of_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="needs rich (the extra `testing`)")
     finding = Finding("up.bias", "up", P(), P("tensor"), "counted several times", ("tensor",), 2.0, "words [bold]")
     proof = Proof((), (), (finding,), None, 3)

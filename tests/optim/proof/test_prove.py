@@ -186,7 +186,7 @@ def _declared(net: Net) -> None:
     annotate(net.bias, P("tensor"))
 
 
-def test_prove_infers_correct_spec_for_wrong_declarations(world: World) -> None:
+def test_prove_names_cause_and_inferred_spec_of_wrong_declarations(world: World) -> None:
     proof = world.run(4, _net, _declared)[0][0]
     found = {finding.name: (finding.cause, finding.inferred, finding.factor) for finding in proof.findings}
     assert found == {

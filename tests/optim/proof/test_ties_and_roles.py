@@ -113,7 +113,7 @@ def test_prove_accepts_equally_named_parameters_that_each_stage_owns(world: Worl
     assert {layout.rules["inner.0.bias"] for layout in layouts} == {P()}
 
 
-def test_prove_names_owned_parameter_on_another_stage(world: World) -> None:
+def test_prove_names_parameters_on_stage_that_does_not_own_them(world: World) -> None:
     proof, _ = results(world, "owned by the first")
     assert {(finding.name, finding.cause) for finding in proof.findings} == {
         ("inner.0.weight (pipe=1)", "held by others"),

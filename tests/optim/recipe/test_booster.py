@@ -145,7 +145,7 @@ TWO_AXES: list[dict[str, int]] = [{"data": 2, "tensor": 2}, {"replica": 2, "data
 
 @pytest.mark.parametrize("windows", ["managed", "own"])
 @pytest.mark.parametrize("mode", MODES)
-def test_boosted_run_matches_plain_run_with_every_data_parallelism(
+def test_boosted_run_matches_plain_run_in_every_data_parallel_mode(
     mode: Any, windows: str, world: World, plain: Run
 ) -> None:
     """The runs use accumulation windows with a shorter last one, AdamW, clipping and torch's cosine schedule."""
@@ -155,7 +155,9 @@ def test_boosted_run_matches_plain_run_with_every_data_parallelism(
 
 @pytest.mark.parametrize("axes", TWO_AXES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_boosted_run_matches_plain_run_on_two_axes(mode: Any, axes: dict[str, int], world: World, plain: Run) -> None:
+def test_boosted_run_matches_plain_run_on_two_mesh_axes(
+    mode: Any, axes: dict[str, int], world: World, plain: Run
+) -> None:
     for run in world.run(4, boosted_run, mode, axes, "managed"):
         assert_same(run, plain)
 
@@ -201,7 +203,7 @@ def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_every_precision_and_data_parallelism_gives_float32_update_within_rounding(
+def test_update_matches_float32_within_rounding_in_every_precision_and_data_parallel_mode(
     precision: Mode, axes: dict[str, int], world: World
 ) -> None:
     [(dense, _)] = three_steps("fp32", {"data": 1}, (None,))
@@ -320,7 +322,7 @@ def vetoed(mode: Any) -> tuple[list[bool], int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_step_rejected_by_commit_is_skipped_with_every_data_parallelism(world: World, mode: Any) -> None:
+def test_step_rejected_by_commit_is_skipped_in_every_data_parallel_mode(world: World, mode: Any) -> None:
     assert world.run(2, vetoed, mode) == [([True, False, True], 1, 3)] * 2
 
 

@@ -199,7 +199,9 @@ def test_schedule_stepped_before_optimizer_warns_as_on_plain_optimizer(
 
 
 @every_schedule
-def test_schedule_on_parallel_optimizer_creates_no_reference_cycle(registry: ProcessGroupRegistry, name: str) -> None:
+def test_schedule_on_parallel_optimizer_creates_no_additional_reference_cycle(
+    registry: ProcessGroupRegistry, name: str
+) -> None:
     """A schedule may create a cycle only if it does so on a plain optimizer, as torch's lambdas and composed schedules
     do."""
 

@@ -78,7 +78,7 @@ def test_run_comparison_finds_planted_mistake(
     assert back.difference.quantity == found.difference.quantity
 
 
-def test_run_comparison_names_cause_of_nine_of_ten_planted_mistakes() -> None:
+def test_at_most_one_in_ten_planted_mistakes_is_listed_without_named_cause() -> None:
     assert len(PLANTED) >= 20
     assert len(NOT_NAMED) <= len(PLANTED) / 10
 
@@ -184,7 +184,7 @@ def in_fixed_order(training: Training) -> None:
     training.options |= {"sum_order": "fixed", "accumulation_steps": training.layout.micros}
 
 
-def test_runs_in_fixed_order_have_equal_hashes_on_1_to_4_data_ranks(record: Record, world: World) -> None:
+def test_runs_with_fixed_sum_order_have_equal_hashes_on_1_to_4_data_ranks(record: Record, world: World) -> None:
     alone = record(Layout(micros=12), in_fixed_order)
     for layout in (
         Layout("data=2", micros=6),

@@ -284,7 +284,7 @@ def test_noise_scale_matches_formula_from_local_gradients(name: str, runs: Any) 
     assert error < 1e-11, figure
 
 
-def test_comparison_of_figures_detects_double_counted_replicas_and_wrong_samples(runs: Any) -> None:
+def test_comparison_of_figures_detects_double_counted_replicas_and_wrong_sample_count(runs: Any) -> None:
     """Negative controls of `worst`, by which the other tests of this file compare figures."""
     (found, _), *_ = runs["broken"]
     assert worst(found, expected(BROKEN))[0] > 0.1

@@ -54,7 +54,7 @@ def bytes_of(layout: Layout, makes: list[Make]) -> list[dict[str, int]]:
     return found
 
 
-def test_full_tensor_optimizers_send_only_missing_shards_updates_and_norms(world: World) -> None:
+def test_full_tensor_optimizers_send_only_missing_shards_updates_norms_and_means(world: World) -> None:
     """On ``tensor=2`` in float32, `down` [4, 8], a stack [4, 2, 3] and a bias [8] are sharded. The two blocks of
     `up` [8, 4] are each on one rank; `table` [6, 4] is replicated."""
     norms, means = ["LAMB", "LARS", "StableAdamW"], ["Adafactor", "CAME"]

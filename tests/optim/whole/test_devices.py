@@ -53,7 +53,7 @@ def second_step(kind: Callable[..., Any], devices: Sequence[torch.device], colle
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("collectives_on", [CUDA, CPU], ids=str)
 @pytest.mark.parametrize("devices", [[CUDA, CPU], [CPU, CUDA], [CPU, CPU]], ids=str)
-def test_full_tensor_optimizers_support_shards_on_cpu_and_gpu(
+def test_norm_based_optimizers_support_shards_on_cpu_and_gpu(
     kind: Callable[..., Any], devices: list[torch.device], collectives_on: torch.device
 ) -> None:
     log = second_step(kind, devices, collectives_on)

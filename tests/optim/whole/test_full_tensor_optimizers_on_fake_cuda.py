@@ -1,5 +1,5 @@
-"""Steps of most full-tensor optimizers on fake CUDA tensors need no host synchronization, except that the second step
-compares master weights."""
+"""Steps after the first of most full-tensor optimizers on fake CUDA tensors need no host synchronization, except that
+the second step compares master weights."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
     [({}, torch.float32), ({"precision": "bf16"}, torch.bfloat16), ({"precision": "fp16_naive"}, torch.float16)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_full_tensor_optimizer_step_on_cuda_needs_no_host_synchronization(
+def test_third_step_of_full_tensor_optimizer_on_cuda_needs_no_host_synchronization(
     name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     for more in ({}, {"states": Sharded("data")}) if dtype == torch.float32 else ({},):
@@ -125,7 +125,7 @@ def test_host_synchronization_in_full_tensor_optimizer_is_detected() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_operators_of_full_tensor_optimizers_pass_through_no_dispatch_mode(name: str) -> None:
+def test_steps_of_full_tensor_optimizers_do_not_enter_fused_step_count_mode(name: str) -> None:
     """The mode that counts fused steps would cost the host more time per operator than the operator itself."""
     with mock.patch.object(torch_engine, "FusedStepCountMode", side_effect=AssertionError("a mode was entered")):
         assert steps(OPTIMIZERS[name], {}, torch.float32)[-1].launches

@@ -280,7 +280,7 @@ def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_muon_step_needs_no_host_synchronization(world: World, state: str) -> None:
+def test_third_muon_step_needs_no_host_synchronization(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], [muon], STATES[state])
 
 
@@ -296,9 +296,7 @@ def test_overflow_on_one_rank_leaves_muon_unchanged(world: World) -> None:
 
 
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
-def test_muon_with_masters_and_loss_scale_matches_dense_update_and_replicas_stay_equal(
-    world: World, precision: Any
-) -> None:
+def test_muon_with_master_weights_matches_dense_update_and_replicas_stay_equal(world: World, precision: Any) -> None:
     """Gradients are exact in both dtypes, also scaled, so the master weights differ from the dense run only by float32
     rounding."""
     layout = LAYOUTS["data x tensor"]

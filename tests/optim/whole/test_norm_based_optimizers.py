@@ -227,7 +227,7 @@ def unbound(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_dense(world: World) -> None:
+def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_dense_update(world: World) -> None:
     layout = LAYOUTS["grid"]
     by_rank = world.run(4, each_trained, layout, [partial(unbound, name) for name in NAMES], {}, 6)
     for index, make in enumerate(EACH):
@@ -258,7 +258,7 @@ def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: Wo
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_step_of_norm_based_optimizers_needs_no_host_synchronization(world: World, state: str) -> None:
+def test_third_step_of_norm_based_optimizers_needs_no_host_synchronization(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], EACH, STATES[state])
 
 
@@ -274,7 +274,9 @@ def test_overflow_on_one_rank_leaves_norm_based_optimizers_unchanged(world: Worl
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
-def test_norm_based_optimizers_match_dense_update_with_masters_and_accumulation(world: World, precision: Any) -> None:
+def test_norm_based_optimizers_match_dense_update_with_master_weights_and_accumulation(
+    world: World, precision: Any
+) -> None:
     """Gradients are exact in both dtypes, also scaled, so the master weights differ from the dense run only by float32
     rounding."""
     layout = LAYOUTS["data x tensor"]
@@ -309,7 +311,9 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
-def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense(world: World, state: str) -> None:
+def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense_update(
+    world: World, state: str
+) -> None:
     """With the usual bucket size, the slice of a rank contains complete shards as flat tensors."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)

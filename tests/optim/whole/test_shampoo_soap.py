@@ -178,7 +178,8 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-def test_owner_rank_step_needs_at_most_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
+def test_owner_rank_step_needs_at_most_two_all_to_alls_per_rank_set(world: World) -> None:
+    """Each optimizer state is on one owner rank."""
     cases = [
         (kind, LAYOUTS[name], STATES[state])
         for kind in repetitions(list(MAKES), "steps", default=2)
@@ -208,7 +209,8 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_soap_and_shampoo_steps_with_and_without_new_preconditioners_need_no_host_synchronization(world: World) -> None:
+def test_soap_and_shampoo_steps_after_second_need_no_host_synchronization(world: World) -> None:
+    """This holds in steps with and without new preconditioners."""
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -276,7 +278,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
         return parts(layout, optimizer)
 
 
-def test_owner_rank_optimizers_with_masters_or_accumulation_match_reference_runs(world: World) -> None:
+def test_owner_rank_optimizers_with_master_weights_or_accumulation_match_reference_runs(world: World) -> None:
     """Gradients are exact in bfloat16, so the master weights equal the weights of the float32 run."""
     for kind in repetitions(list(MAKES), "modes", default=2):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
@@ -298,7 +300,9 @@ COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("co
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
-def test_owner_rank_optimizers_resume_bitwise_on_another_layout(world: World, tmp_path: Path, kind: str) -> None:
+def test_owner_rank_optimizers_resume_bitwise_identically_on_another_layout(
+    world: World, tmp_path: Path, kind: str
+) -> None:
     """Neither layout has a data axis, so the full gradients are equal on both layouts. The owner ranks differ."""
     world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "one", range(5), False, STATES["offload"])
     by_rank = world.run(

@@ -57,6 +57,7 @@ from .states.chain import (
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_transform
+from .states.offloaded import Offloaded
 from .states.sharded import Sharded
 from .step.data_parallel import (
     FixedOrderSync,
@@ -71,7 +72,7 @@ from .step.data_parallel import (
 from .step.first_window_checks import ModelParams, OnMissingParams, UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
-from .step.update import check_steps_without_closure, steps_on_device
+from .step.update import check_steps_on_gpu, check_steps_without_closure, steps_on_device
 from .step.window import Window
 from .step.wrapped_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
 
@@ -158,7 +159,8 @@ class Setup:
 
         def declare() -> tuple[ReductionPlan, _Declared]:
             self._check_arguments()
-            self.device_of(groups)
+            if self.device_of(groups).type == "cuda" and Offloaded(1.0) not in self.placements:
+                check_steps_on_gpu(self.optimizer)
             check_split(self.context(precision_of(self.precision)), [pair for group in groups for pair in group])
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)

@@ -113,7 +113,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             Adagrad read the clip coefficient and the skip flag on the device. Exceptions: SGD with dampening before a
             parameter's first step, SGD of half-precision parameters on a CPU in torch 2.11 to 2.13, and Adagrad in
             torch 2.11. These and other optimizers cost one more pass over the gradients and one host synchronization
-            per step. `meshstep.optim.whole.whole` also reads the skip flag on the host.
+            per step. `meshstep.optim.whole.whole` also reads the skip flag on the host. The constructor raises ValueError
+            for fused Adagrad with parameters on a GPU in torch 2.11.
             The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
             is the index of its optimizer in the list.
             The param groups are changed: in modes with master weights they hold the master weights afterwards, and for
@@ -198,8 +199,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     Raises:
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
-            complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
-            optimizer is then unchanged. If ``registry`` is not a `ProcessGroupRegistry`, only this rank raises TypeError.
+            complex or sparse or does not fit its declared layout, if ranks declare different layouts, or if torch can't
+            step the optimizer on a GPU. The torch optimizer is then unchanged. If ``registry`` is not a
+            `ProcessGroupRegistry`, only this rank raises TypeError.
         RuntimeError: On every rank: ranks are in different calls of this library.
     Collectives: object all-gathers in the constructor, in the first and the 16th step and, with master weights or other
         copies of weights, in the second step. `add_param_group` and `refresh` also have object all-gathers, and steps

@@ -328,6 +328,21 @@ def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_steps_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if this version of torch can't step the optimizer's parameters on a GPU.
+
+    Fused Adagrad of torch 2.11 raises an error in its first step there. This version does not declare that it accepts
+    ``grad_scale`` and ``found_inf``; newer versions, which support GPUs, do.
+    """
+    for part in parts_of(optimizer):
+        fused = isinstance(part, torch.optim.Adagrad) and any(group.get("fused") for group in part.param_groups)
+        if fused and not getattr(part, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"Adagrad with fused=True has parameters on a GPU, where torch {torch.__version__} can't step it: "
+                "write torch.optim.Adagrad(..., fused=False), or install a newer torch"
+            )
+
+
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer may step its parameters in several calls, with the same result as in one call.
 

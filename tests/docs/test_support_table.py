@@ -1,18 +1,27 @@
-"""The table of combinations in SUPPORT.md is correct: each cell is run in every precision mode (three modes in `SOME`).
+"""The tables in SUPPORT.md are correct. Each combination is run in every precision mode (three modes in `SOME`), and each
+fused optimizer on a CPU and on fake CUDA tensors.
 
-The table lists the modes that work for each layout and form of data parallelism. These must reach the result of one
+The first table lists the modes that work for each layout and form of data parallelism. These must reach the result of one
 process in the same mode, within rounding. The other modes that are run must raise an error that says what to do instead.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from fake_cuda import CUDA, fake_cuda
+from meshstep import P, ParallelOptimizer, ProcessGroupRegistry, Topology, declare
+from meshstep.optim.step import torch_engine
+from probes import HostReadError, no_host_reads
+from set_gradients import setting_gradients
 from support_cells import FORMS, LAYOUTS, MAX_NORM, MODES, SOME, Run, differences, run_cells, topology_of
+from torch import nn
 from world import World
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "SUPPORT.md").read_text()
@@ -97,3 +106,64 @@ def test_comparison_detects_planted_wrong_norms_and_weights_in_every_mode(mode: 
     assert len(differences(off, reference, mode)) == len(off.norms) + len(off.weights)
     nan = Run([torch.nan] * 3, {name: torch.nan * weight for name, weight in reference.weights.items()}, "")
     assert len(differences(nan, reference, mode)) == len(off.norms) + len(off.weights)
+
+
+# Fused optimizers of torch ---------------------------------------------------------------------------------------------
+
+FUSED = PAGE.partition("\n## Fused optimizers of torch\n")[2].partition("\n## ")[0]
+FUSED_CELLS = [
+    (name, version, params, device, cell)
+    for names, version, params, *cells in (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in FUSED.splitlines() if line[:1] == "|"
+    )
+    if version not in ("torch", "---")
+    for name in names.removesuffix(" [^3]").split(", ")
+    for device, cell in zip(("cpu", "cuda"), cells, strict=True)
+]
+CANNOT_STEP = "Adagrad with fused=True has parameters on a GPU, where torch"
+needs_cuda_build = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="fake CUDA needs a torch with CUDA")
+
+
+def make_fused(name: str, version: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the fused optimizer as a torch of ``version`` ("2.11", "newer" ...) makes it."""
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.1, fused=True)
+    if name == "Adagrad" and version == "2.11":
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+    elif not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip("this torch has no fused Adagrad for a GPU")
+    return optimizer
+
+
+def read_place(name: str, version: str, dtype: torch.dtype, device: str) -> str:
+    """Return where a step reads the skip flag: "device" or "host"; "error" if the constructor raises."""
+    wrong_kernels = mock.patch.object(torch_engine, "_fused_sgd_is_wrong", return_value=version == "2.11 to 2.13")
+    on_gpu = device == "cuda"
+    with wrong_kernels, fake_cuda(collectives_on=CUDA) if on_gpu else nullcontext(no_host_reads) as logging:
+        model = nn.ParameterList([nn.Parameter(torch.ones(4, 3, dtype=dtype, device=device))])
+        declare(model, {"*": P()})
+        torch_optimizer = make_fused(name, version, list(model))
+        try:
+            optimizer = ParallelOptimizer(torch_optimizer, ProcessGroupRegistry(Topology()), max_norm=1.0)
+        except ValueError as error:
+            return "error" if CANNOT_STEP in str(error) else str(error)
+        for _ in range(2):
+            with setting_gradients(optimizer):
+                for param in model:
+                    param.grad = torch.ones_like(param)
+            try:
+                with logging() as log:
+                    optimizer.step()
+            except HostReadError:
+                return "host"
+        return "host" if log and log.waits else "device"
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(("name", "version", "params", "device", "cell"), FUSED_CELLS)
+def test_fused_optimizers_read_the_skip_flag_where_support_table_shows(
+    name: str, version: str, params: str, device: str, cell: str
+) -> None:
+    dtypes = {"all": [torch.float32, torch.bfloat16]}.get(params) or [
+        getattr(torch, dtype) for dtype in params.split(", ")
+    ]
+    assert {read_place(name, version, dtype, device) for dtype in dtypes} == {cell}

@@ -84,9 +84,11 @@ class _Logging(TorchDispatchMode):
             self.log.waits.append(f"{name} {innermost_calls()}")
         if name.startswith("c10d."):
             self.log.collectives += [(name, device) for device in before]
-        # torch has no fake kernel for fused SGD, nor for updates with a tensor learning rate. These updates are not run,
-        # because they would only change elements.
-        update = name.startswith("aten._fused_") and ("sgd" in name or name.endswith(".tensor_lr"))
+        # torch has no fake kernel for fused SGD and Adagrad, nor for updates with a tensor learning rate. These updates are
+        # not run, because they would only change elements.
+        update = name.startswith(("aten._fused_sgd", "aten._fused_adagrad")) or (
+            name.startswith("aten._fused_") and name.endswith(".tensor_lr")
+        )
         if name.startswith("aten._fused_") and "cuda" in before:
             check_fused(args)
         result = None if update else func(*args, **(kwargs or {}))

@@ -588,6 +588,27 @@ def test_parameters_on_two_devices_are_rejected() -> None:
             ParallelOptimizer(torch.optim.SGD(params, lr=0.1), ProcessGroupRegistry(Topology()))
 
 
+def adagrad_of_torch_2_11(params: list[nn.Parameter]) -> torch.optim.Adagrad:
+    """Return a fused Adagrad without the attribute that later versions of torch set."""
+    optimizer = torch.optim.Adagrad([{"params": params}], lr=0.1, fused=True)
+    vars(optimizer).pop("_step_supports_amp_scaling", None)
+    return optimizer
+
+
+def test_fused_adagrad_of_torch_2_11_is_rejected_for_parameters_on_gpu() -> None:
+    with fake_cuda(), pytest.raises(ValueError, match=r"fused=True .*: write torch.optim.Adagrad\(..., fused=False\)"):
+        ParallelOptimizer(
+            adagrad_of_torch_2_11([nn.Parameter(torch.ones(2, device="cuda"))]), ProcessGroupRegistry(Topology())
+        )
+
+
+def test_fused_adagrad_of_torch_2_11_is_accepted_with_all_parameters_offloaded() -> None:
+    with fake_cuda():
+        adagrad = adagrad_of_torch_2_11([nn.Parameter(torch.ones(2, device="cuda"))])
+        ParallelOptimizer(adagrad, ProcessGroupRegistry(Topology()), states=Offloaded(1.0))
+        assert {state["sum"].device for state in adagrad.state.values()} == {CPU}
+
+
 WAITING: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda tensor: tensor.sum().isfinite().all().item(),
     "bool": lambda tensor: bool(tensor.sum() > 0),

@@ -175,13 +175,9 @@ class Region:
                 yield index.reshape(-1), piece.reshape(-1)
 
     def _rectangles(self, box: Box, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """Split a rectangle of the shard into rectangles of the full tensor.
+        """Split the rectangle ``box`` of the shard, with the elements ``part``, into rectangles of the full tensor.
 
-        Args:
-            box: The rectangle, in indices of the shard.
-            part: Tensor with the elements of ``box``, in its shape.
-        Returns:
-            Iterator over (index of the first element in the full tensor, view of ``part``) pairs.
+        Yield (index of the first element in the full tensor, view of ``part``) pairs. ``box`` has indices of the shard.
         """
         by_dim = []
         for spans, first, length in zip(self.spans, box.offsets, box.sizes, strict=True):
@@ -221,17 +217,11 @@ class Region:
 
 
 def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) -> Tensor:
-    """Reorder a tensor of concatenated shards into the full tensor; differentiable.
+    """Reorder a tensor of shards, concatenated along ``dim``, into the full tensor; differentiable.
 
     If the dim consists of blocks, each shard has elements of every block. The concatenated shards therefore have
-    another order than the full tensor.
-
-    Args:
-        tensor: All shards, concatenated along ``dim``.
-        dim: The sharded tensor dim.
-        pieces: Per shard, the (offset, length) pairs of its elements along ``dim`` of the full tensor.
-    Returns:
-        The reordered tensor; ``tensor`` itself if its elements are in the order of the full tensor already.
+    another order than the full tensor. ``pieces`` has, per shard, the (offset, length) pairs of its elements along
+    ``dim`` of the full tensor. Return ``tensor`` itself if its elements are in order already.
     """
     runs, at = [], 0
     for offset, length in (span for spans in pieces for span in spans):
@@ -468,7 +458,7 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
 
 
 def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
-    """Return ``local``. Raise ValueError or TypeError if it is not a tensor that fits the spec (`P.validate`)."""
+    """Return ``local``. Raise ValueError or TypeError if it is not a tensor that fits the spec."""
     if local is None and spec.owned:
         raise ValueError(
             f"{spec}: the owner rank of this shard passed no tensor to unshard; pass the shard on that rank"
@@ -490,7 +480,6 @@ def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
 
     Args:
         local: The shard; None: this rank has no valid shard, and raises an error after this call.
-        over: The group.
     Raises:
         ValueError: On every rank that passes a shard: a rank has no valid shard, or shards have different dtypes or numbers
             of dims.
@@ -520,18 +509,11 @@ def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
-    """Convert indices of the elements of a sharded dim to indices into this rank's shard.
+    """Convert indices of the elements of a dim that ``axis`` shards to indices into this rank's shard.
 
-    Args:
-        index: Integer tensor of any shape, with values in 0..length-1.
-        length: Length of the dim in the full tensor.
-        registry: Provides this rank's coordinate.
-        axis: The mesh axis that shards the dim.
-    Returns:
-        Two tensors of the shape of ``index``. The first has the indices into this rank's shard, and 0 for elements in the
-        shards of other ranks. The second is a bool mask that is True for elements in the shards of other ranks. If a value
-        of ``index`` is not in 0..length-1, the returned index is outside the shard on every rank, so that a lookup fails
-        as in the dense model.
+    Return (indices, mask). The mask is True for elements in the shards of other ranks, whose index is 0. If a value of
+    ``index`` is not in 0..length-1, the returned index is outside the shard on every rank, so that a lookup fails as in
+    the dense model. ``length`` is the length of the full dim.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
@@ -588,13 +570,8 @@ def _join_uneven(
     """Join shards, whose shapes may differ, into the full tensor.
 
     The length of a dim of the full tensor is the sum of the lengths of the shards along the axes that shard the dim.
-
-    Args:
-        pieces: The shards, without replicas.
-        coordinates: Per shard, the coordinate of a rank that holds it.
-        spec: Layout of the tensor, without aliases.
-        axes: All axes that shard the tensor.
-        topology: Provides the sizes of the axes.
+    ``pieces`` has no replicas, and ``coordinates`` has, per shard, the coordinate of a rank that holds it. ``spec`` has
+    no aliases.
     """
     shape = []
     for dim in range(pieces[0].dim()):

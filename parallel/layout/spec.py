@@ -82,12 +82,9 @@ def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
 def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, ...]) -> tuple[Span, ...]:
     """Split the elements in ``spans`` into ``parts`` shards, and return the spans of shard number ``index``.
 
-    Args:
-        spans: (offset, length) spans of the elements to shard, in order.
-        parts: Number of shards.
-        index: Number of the shard, from 0.
-        sizes: Relative lengths of the blocks in ``spans``. With several blocks, each block is split into ``parts``, and
-            the shard is the concatenation of one part per block. A single block is split as `torch.chunk` does.
+    ``sizes`` has the relative lengths of the blocks in ``spans``. With several blocks, each block is split into ``parts``,
+    and the shard is the concatenation of one part per block. A single block is split as `torch.chunk` does.
+
     Raises:
         ValueError: There are several blocks, and the total length is not a multiple of the sum of ``sizes``, or the
             length of a block is not a multiple of ``parts``.
@@ -159,11 +156,7 @@ Entry = str | Blocks | tuple[Part, ...] | None
 
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
-    """Return the parts of an entry of a spec: axis names, `Blocks`, and tuples of axes that shard the dim jointly.
-
-    Raises:
-        ValueError: ``entry`` is not a valid entry of a spec.
-    """
+    """Return the parts of an entry of a spec: axis names, `Blocks`, and tuples of axes that shard the dim jointly."""
     parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(map(_is_part, parts)):
         raise ValueError(
@@ -180,11 +173,7 @@ def _is_part(part: object) -> bool:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """Return all axes of an entry of a spec, in the order of the entry: slowest axis first.
-
-    Raises:
-        ValueError: ``entry`` is not a valid entry of a spec.
-    """
+    """Return all axes of an entry of a spec, slowest axis first."""
     return tuple(axis for part in parts_of(entry) for axis in _axes_of_part(part))
 
 
@@ -200,12 +189,11 @@ def _partial_axes(partial: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def joint_axes_of(entry: Entry) -> Iterator[Together]:
-    """Return an iterator over the tuples of an entry of a spec whose axes shard the dim jointly."""
+    """Iterate over the tuples of an entry of a spec whose axes shard the dim jointly."""
     return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
 
 
 def unwrap_axis(axes: str | Together) -> str | Together:
-    """Return the axis itself for a tuple of one axis, else ``axes`` unchanged."""
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
 
 
@@ -242,13 +230,6 @@ def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[
     A key is an axis. Its value is the owner's coordinate on this axis, or the name of another axis on which the owner
     has the same coordinate. For example, if ``grid`` is an alias for ``row`` and ``col``, both of size 2, then
     ``(("grid", 3),)`` becomes ``{"row": 1, "col": 1}``.
-
-    Args:
-        owned: Pairs of an axis or alias, and a coordinate or another axis or alias.
-        topology: Provides the sizes of the axes.
-        aliases: Axes per alias.
-    Raises:
-        ValueError: A pair consists of two names, at least one of which is an alias, and the sizes of their axes differ.
     """
     pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
     return dict(pairs)

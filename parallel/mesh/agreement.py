@@ -90,18 +90,10 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
 def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGroupRegistry) -> tuple[T, list[V]]:
     """Call ``function()``, which returns ``(result, value)``. Return this rank's result and the values of all ranks.
 
-    An error on any rank is raised on every rank.
+    An error on any rank is raised on every rank, as by `on_all_ranks`. ``function`` must issue no collective, and
+    ``value`` must be picklable.
 
-    Args:
-        function: Takes no arguments and returns ``(result, value)``; ``value`` is pickled. It must issue no collective.
-        registry: Provides the process group of all ranks.
-    Returns:
-        This rank's ``result``, and the list of every rank's ``value``, indexed by global rank.
-    Raises:
-        Exception: The errors of `on_all_ranks`.
-        TypeError: On every rank: `pickle` does not accept the ``value`` of a rank.
-    Collectives: those of `gather_objects`.
-    Host synchronization: yes, except with one rank.
+    Collectives and host synchronization: those of `gather_objects`.
     """
     try:
         (result, value), error = function(), None
@@ -131,14 +123,8 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
     """Raise ValueError on every rank if a setting has different values on two ranks.
 
     Every rank must call this function at the same point. A setting is compared only between the ranks that pass it.
+    Two values count as equal if `describe` returns the same text for both.
 
-    Args:
-        settings: Value per name. Two values count as equal if `describe` returns the same text for both.
-        registry: Provides the process group of all ranks.
-    Raises:
-        ValueError: On every rank: a setting differs. The message has the first such setting and two of its values.
-        RuntimeError: Ranks called this function from different public calls of this library (raised on every rank); or
-            a collective failed.
     Collectives: those of `gather_objects`.
     Host synchronization: yes. With one rank, only if a setting has a tensor of at most 16 elements on a device.
     """
@@ -146,14 +132,14 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the text of each setting by name, as `describe` returns it. `check_all_say_the_same` compares such dicts."""
+    """Return the text of each setting, as `describe` returns it."""
     return {name: describe(value) for name, value in settings.items()}
 
 
 def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise ValueError for the first setting that differs between two ranks that have it.
 
-    ``by_rank`` has, per global rank, the text of each setting by name, as `described` returns it.
+    ``by_rank`` has, per global rank, the result of `described`.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, settings in enumerate(by_rank):
@@ -169,19 +155,13 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
     """Return a text for comparing an argument between ranks. Equal arguments of the same type have equal texts.
 
-    The text of ints, floats, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and
-    1.0 have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object
-    with a ``__dict__``, has its type name and its attributes. The text of a function, a class or a `torch.dtype` has
-    its name. The text of an `nn.Module`, of another callable object, or of an object of any other type, such as a set, is
-    its type name.
+    The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
+    have the same text. A larger tensor is described by its shape, a dataclass or another object with a ``__dict__`` by its
+    type name and its attributes, a function, a class or a `torch.dtype` by its name. An `nn.Module`, another callable
+    object, an object of any other type, and an object nested deeper than ``depth`` are described by their type name.
 
-    Args:
-        value: Any object.
-        depth: Number of nested levels of objects that are shown with attributes. The text of an object below these
-            levels is its type name. Default: 4.
-        reads_devices: False: every tensor on a device has the text ``"a tensor on a device"``. True: such a tensor has
-            the same text as a tensor on the CPU. Default: True.
-    Host synchronization: yes, if ``reads_devices`` is True and ``value`` has a tensor of at most 16 elements on a device.
+    ``reads_devices=False`` gives every tensor on a device the same text. With True, a tensor on a device has the same text
+    as on the CPU, and a tensor of at most 16 elements on a device needs a host synchronization.
     """
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else float.__repr__(value)

@@ -49,11 +49,7 @@ class Answering:
     """Background thread that tells other ranks the current call of this process when they request it.
 
     The thread ends when the default process group is replaced or destroyed, when `stop` is called, or when the process
-    that serves the store has exited.
-
-    Args:
-        world: The default process group.
-        doing: Function that returns the response: a text that describes the current call of this process.
+    that serves the store has exited. ``doing`` returns a text that describes the current call of this process.
     """
 
     def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
@@ -86,14 +82,10 @@ class Answering:
                         answered = question
 
     def ask(self, rank: int, found: dict[int, str]) -> None:
-        """Request the calls of all other ranks, and store each response in ``found`` when it arrives.
+        """Request the calls of all ranks except ``rank``, and store each response in ``found`` when it arrives.
 
-        Args:
-            rank: Global rank of this process, which is not asked.
-            found: Dict to which this method adds the response of each rank, by global rank. Ranks that do not respond
-                within four seconds are missing.
-        Raises:
-            RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
+        Ranks that do not respond within four seconds are missing in ``found``. Raise RuntimeError if the process that
+        serves the store has exited; earlier responses are in ``found``.
         """
         waiting = set(range(self.world_size)) - {rank}
         # An exiting process closes its connections one by one. The wait lets it close the connection that `check`
@@ -129,7 +121,7 @@ class _Server:
                 self._socket.setblocking(False)
 
     def close(self) -> None:
-        """Close the connection, if there is one. Do not call `check` afterwards."""
+        """Close the connection. Do not call `check` afterwards."""
         if self._socket is not None:
             self._socket.close()
 
@@ -149,9 +141,9 @@ _answering: Answering | None = None
 
 
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
-    """Start the thread that responds to other ranks, unless it already runs for the current default process group.
+    """Start the thread of `Answering`, unless it already runs for the current default process group.
 
-    The arguments are those of `Answering`. Return True if this call started the thread.
+    Return True if this call started the thread.
     """
     global _answering
     if _answering is not None and _answering.is_of_now():
@@ -161,13 +153,10 @@ def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
 
 
 def request_answers(rank: int) -> dict[int, str] | None:
-    """Request the current calls of all other ranks, and wait up to five seconds for the responses.
+    """Request the current calls of all ranks except ``rank``, and wait up to five seconds for the responses.
 
-    Args:
-        rank: Global rank of this process, which is not asked.
-    Returns:
-        Response by global rank, without ranks that did not respond. None: the store stopped responding before any
-        rank's response arrived, or `start_answering` was not called for the current default process group.
+    Return the responses by global rank, without ranks that did not respond. None: the store stopped responding before the
+    first response, or `start_answering` was not called for the current default process group.
     """
     answering = _answering
     if answering is None or not answering.is_of_now():
@@ -206,10 +195,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Call(NamedTuple):
     """Name and number of a call of a public function, method or constructor.
 
-    Args:
-        name: Name of the function or method, or of the constructed class.
-        number: 1 for the first call of this name in its thread, 2 for the second, ... Calls inside other tracked calls
-            are not counted. The numbers restart when the first registry of a new default process group is constructed.
+    ``number`` is 1 for the first call of this name in its thread. Calls inside other tracked calls are not counted. The
+    numbers restart when the first registry of a new default process group is constructed.
     """
 
     name: str
@@ -220,7 +207,7 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """The attributes of a `ProcessGroupRegistry` that `track_call` reads: topology, and global rank of this process."""
+    """The attributes of a `ProcessGroupRegistry` that `track_call` reads."""
 
     topology: Topology
     global_rank: int
@@ -229,12 +216,8 @@ class Caller(Protocol):
 class _ThreadCalls:
     """The tracked calls of one thread. Calls inside other tracked calls are not tracked.
 
-    Attributes:
-        thread: Identifier of the thread.
-        counts: Number of calls per name since `start_over`.
-        current: The current call. None: the thread is in no call.
-        last: Name, number and error type of the last finished call; the error type is None if the call returned. None:
-            no call has finished since `start_over`.
+    ``counts`` has the number of calls per name since `start_over`. ``last`` is the name, number and error type of the last
+    finished call; the error type is None if the call returned. None: no call has finished since `start_over`.
     """
 
     __slots__ = ("__weakref__", "counts", "current", "last", "thread")
@@ -263,11 +246,9 @@ _current_thread = _CurrentThread()
 class track_call:
     """Context manager around a public call: if a collective fails in the block, the error lists the call of every rank.
 
-    Inside another `track_call` block of the same thread it has no effect.
+    All ranks of the registry's topology are expected to make the call. Inside another `track_call` block of the same thread
+    the block has no effect.
 
-    Args:
-        name: Name of the call.
-        registry: Provides the topology and the global rank. All ranks of the topology are expected to make the call.
     Raises:
         RuntimeError: A collective or the store failed in the block. Before raising, this rank waits up to five seconds
             for the responses of the other ranks. With one rank the original error is raised instead.
@@ -307,7 +288,6 @@ class track_call:
 
 
 def in_call(registry: Caller, name: str) -> track_call:
-    """Return ``track_call(name, registry)``."""
     return track_call(name, registry)
 
 
@@ -347,7 +327,7 @@ def current_call() -> str | None:
 def check_same_call(calls: Sequence[str | None]) -> None:
     """Raise RuntimeError unless all ranks are in tracked calls of the same name, or all ranks are in no tracked call.
 
-    ``calls`` has the result of `current_call` on each rank, by global rank.
+    ``calls`` has the result of `current_call` per global rank.
     """
     if len({*calls}) > 1:
         where: dict[str | None, list[int]] = {}
@@ -398,7 +378,7 @@ def _explain(call: Call, registry: Caller, error: BaseException) -> str:
 
 
 def _strip_cpp_trace(error: BaseException) -> BaseException:
-    """Remove torch's C++ stack trace from the text of ``error`` in place, and return ``error`` itself."""
+    """Remove torch's C++ stack trace from the text of ``error`` in place, and return ``error``."""
     lines = str(error).splitlines()
     kept = list(takewhile(lambda line: not line.startswith(_CPP_TRACE), lines))
     if len(kept) < len(lines):
@@ -409,7 +389,7 @@ def _strip_cpp_trace(error: BaseException) -> BaseException:
 def _describe_activity() -> str:
     """Return a text with the current tracked call of each thread that is in such a call.
 
-    If the main thread is in no call, the text has the last call of the main thread and its current line in user code.
+    If the main thread is in no call, the text has its last call and its current line in user code.
     """
     main = threading.main_thread().ident or 0
     threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
@@ -430,8 +410,8 @@ def _describe_activity() -> str:
 def _locate_user_code(frame: FrameType | None) -> str:
     """Return a text with file, line and function of the innermost frame of user code.
 
-    User code is code outside torch, meshstep and the standard library. If all frames belong to these libraries, return
-    the text of the outermost frame. If ``frame`` is None, because the thread has ended, return ``"ending"``.
+    User code is code outside torch, meshstep and the standard library. If all frames belong to these libraries, return the
+    text of the outermost frame. ``frame`` is None if the thread has ended.
     """
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
@@ -460,8 +440,7 @@ def calling_module() -> str:
 def receiver_of_caller(method: Callable[..., object]) -> Any:
     """Return the ``self`` argument of ``method`` if ``method`` is the caller's caller; else None.
 
-    If ``method`` calls g, and g calls `receiver_of_caller`, then ``method`` is the caller's caller. The local variables
-    of other functions are not read, because reading them could keep them alive.
+    The local variables of other functions are not read, because reading them could keep them alive.
     """
     frame = sys._getframe(2)
     return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
@@ -476,8 +455,8 @@ def format_thread_stack(thread: int | None) -> str:
 def answer_questions(world: dist.ProcessGroup) -> None:
     """Start the background thread that tells other ranks the current calls of this process.
 
-    The first call for a default process group ``world`` starts the thread, and restarts the numbering of calls in every
-    thread. Further calls have no effect.
+    The first call for a default process group also restarts the numbering of calls in every thread. Further calls have no
+    effect.
     """
     if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():

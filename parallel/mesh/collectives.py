@@ -56,15 +56,11 @@ from .registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class Over:
-    """The arguments of a linear map other than the tensor: process group, tensor dim, root and name of the call.
+    """The arguments of a linear map other than the tensor.
 
-    Args:
-        registry: Provides the process group.
-        axes: Mesh axes of the group.
-        dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first dim.
-        root: Index of the root rank in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
-        call: Name of the public call that applies the map. The error of a failed collective contains this name, or the
-            name of a public call around it.
+    The map splits or concatenates along ``dim`` (>= 0). ``root`` is the index of the root rank in the group, for
+    `broadcast` and `reduce_to_root`. The error of a failed collective contains ``call``, the name of the public call that
+    applies the map, or the name of a public call around it.
     """
 
     registry: ProcessGroupRegistry
@@ -86,11 +82,7 @@ class Over:
         return self.registry.rank(*self.axes)
 
     def piece(self, tensor: Tensor) -> int:
-        """Return the length of one rank's shard of ``tensor`` along `dim`.
-
-        Raises:
-            ValueError: The dim's length is not a multiple of the group size.
-        """
+        """Return the length of one rank's shard of ``tensor`` along `dim`; raise ValueError if the dim is not divisible."""
         length = tensor.size(self.dim)
         if length % self.size:
             raise ValueError(
@@ -132,7 +124,6 @@ class Cut:
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
-    """Return a view of all elements of ``tensor``."""
     return tensor.view_as(tensor)
 
 
@@ -168,10 +159,7 @@ def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
 
 
 def own_slice(tensor: Tensor, over: Over) -> Tensor:
-    """Return this rank's shard along ``over.dim``, without a collective.
-
-    Shapes: [..., size * length, ...] -> [..., length, ...].
-    """
+    """Return this rank's shard along ``over.dim``, without a collective."""
     length = over.piece(tensor)
     return tensor.narrow(over.dim, over.rank * length, length).contiguous()
 
@@ -200,12 +188,8 @@ def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
 def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
     """Send section i of ``tensor`` to rank i of the group, and concatenate the received sections.
 
-    Args:
-        tensor: Its dim ``cut.dim`` has length ``sum(cut.sizes)``.
-        over: The group.
-        cut: The dim to split, and the length of the section for each receiving rank.
-        joined: The dim along which received sections are concatenated, and the length along this dim of the section that
-            each rank sends.
+    ``cut`` has the dim to split, and the length of the section for each receiving rank. ``joined`` has the dim along which
+    received sections are concatenated, and the length along this dim of the section that each rank sends.
     """
     sent = tensor.split(cut.sizes, cut.dim)
     shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
@@ -240,16 +224,11 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
 
 
 def _mesh_axes(axes: tuple[str, ...]) -> str:
-    """Return ``axes`` as text: ``"mesh axis tensor"`` or ``"mesh axes row x col"``."""
     return f"mesh {'axis' if len(axes) == 1 else 'axes'} {' x '.join(axes)}"
 
 
 def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int, call: str) -> Over:
-    """Return the `Over` of a map that splits or concatenates ``tensor`` along ``dim``, which may be negative.
-
-    Raises:
-        ValueError: ``dim`` is out of range for ``tensor``.
-    """
+    """Return the `Over` of a map that splits or concatenates ``tensor`` along ``dim``, which may be negative."""
     if not -tensor.dim() <= dim < tensor.dim():
         dims = f"a dim from {-tensor.dim()} to {tensor.dim() - 1}" if tensor.dim() else "a tensor of one or more dims"
         raise ValueError(f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give {dims}")
@@ -300,7 +279,7 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
 
 def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates the shards of all ranks along ``over.dim``, and return the result.
+    """Apply a map that concatenates the shards of all ranks along ``over.dim``.
 
     If ``length`` is not None, shards may be uneven: the shard is padded before the map, and the result narrowed to
     ``length``.
@@ -330,11 +309,7 @@ def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, unev
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """Return the length of the first chunk, and of this rank's chunk, of a dim that `torch.chunk` splits over the group.
-
-    Raises:
-        ValueError: ``over`` has no axis or several axes.
-    """
+    """Return the length of the first chunk, and of this rank's chunk, of a dim that `torch.chunk` splits over the group."""
     if len(over.axes) != 1:
         raise ValueError(
             f"uneven=True and length= need exactly one mesh axis, found {' x '.join(over.axes) or 'none'}; call the "

@@ -13,24 +13,14 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 
 def warn_deprecated(old: str, advice: str) -> None:
-    """Issue the DeprecationWarning ``{old} is deprecated: {advice}`` at the line of user code that called this package.
-
-    Args:
-        old: The former name.
-        advice: What to write instead, for example ``"write final instead"``.
-    """
+    """Issue the DeprecationWarning ``{old} is deprecated: {advice}`` at the line of user code that called this package."""
     warnings.warn(f"{old} is deprecated: {advice}", DeprecationWarning, stacklevel=level_of_caller())
 
 
 def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a function for use as the ``__getattr__`` of a module with renamed classes or functions.
+    """Return a function for use as the ``__getattr__`` of a module; ``renamed`` has the class or function by former name.
 
-    For a former name the function issues a DeprecationWarning and returns the class or function. For any other name it
-    raises AttributeError.
-
-    Args:
-        module: Name of the module.
-        renamed: Class or function by former name.
+    For a former name the function issues a DeprecationWarning and returns the class or function.
     """
 
     def find(name: str) -> Any:
@@ -53,9 +43,6 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
     Reading or setting a former name reads or sets the attribute with the new name, and issues a DeprecationWarning. If
     a subclass defines only a former name, its definition also overrides the method or attribute with the new name;
     defining the subclass issues the warning. In such an override, ``super()`` with the former name issues no warning.
-
-    Args:
-        renamed: New name by former name.
     """
 
     def decorate(cls: Any) -> Any:
@@ -99,12 +86,9 @@ class _FormerMember:
 
 
 def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a decorator for dataclasses with renamed fields.
+    """Return a decorator for dataclasses with renamed fields, as new name by former name.
 
     Former names stay valid as attributes and as arguments of the constructor, and issue a DeprecationWarning.
-
-    Args:
-        renamed: New name by former name.
     """
     return lambda cls: renamed_members(**renamed)(renamed_arguments(**renamed)(cls))
 
@@ -115,10 +99,7 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
         @renamed_arguments(last="final")
         def step(closure=None, *, final=False): ...
 
-    Args:
-        renamed: New name by former name.
-    Raises:
-        TypeError: The decorated function is called with both names of an argument.
+    A call with both names of an argument raises TypeError.
     """
 
     def decorate(function: Any) -> Any:

@@ -23,17 +23,10 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 
 def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
-    """Gather the tensor ``own`` of every rank of ``group`` into ``whole``, in the order of the group.
+    """Gather the 1-dim tensor ``own`` of every rank of ``group`` into the 1-dim ``whole``, in the order of the group.
 
-    Args:
-        whole: 1-dim output with ``group.size()`` times as many elements as ``own``.
-        own: 1-dim tensor of this rank, of the same length on all ranks.
-        group: Process group of the collective.
-        async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
-            waits. Default: False.
-    Returns:
-        torch's work object if ``async_op``, else None.
-    Collectives: one all-gather.
+    ``own`` has the same length on all ranks. With ``async_op``, return torch's work object before the collective has
+    finished, else None. Without it, NCCL only makes the CUDA stream wait, not the host.
     """
     return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
 
@@ -41,7 +34,7 @@ def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, asy
 def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """Sum ``whole`` over all ranks of ``group`` and write this rank's shard of the sum into ``own``.
 
-    Shapes, ``async_op`` and the returned value are those of `all_gather_flat`. Collectives: one reduce-scatter.
+    Shapes, ``async_op`` and the returned value are those of `all_gather_flat`.
     """
     return getattr(dist, REDUCE_SCATTER)(own, whole, group=group, async_op=async_op)
 
@@ -66,14 +59,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
 
     First, each rank sends a message of a fixed size: the length of the pickled object, and as much of the object as
     fits. If the object of any rank does not fit, each rank sends the rest of its object in a second message. All second
-    messages are padded to the length of the longest rest.
+    messages are padded to the length of the longest rest. ``device`` is ignored if the group has a CPU backend.
 
-    Args:
-        value: Any object that `pickle` accepts.
-        group: The process group.
-        device: Device of the messages: a CUDA device for NCCL. It is ignored if the group has a CPU backend.
-    Returns:
-        One value per rank.
     Raises:
         NotPicklableError: `pickle` does not accept ``value``. There was no collective.
     Collectives: one all-gather per message, or on the CPU one gather to the first rank and one broadcast. There is a

@@ -21,9 +21,7 @@ from ..mesh.value_checks import anything, check_count, check_number, check_text,
 def random_state() -> dict[str, Any]:
     """Return the states of all generators, in containers that ``torch.load(weights_only=True)`` reads.
 
-    Returns:
-        State per generator: ``"python"``; ``"cpu"``, torch's CPU generator; ``"numpy"``, if a module has imported
-        NumPy; and ``"cuda"``, if CUDA is initialised.
+    The keys are those of `cpu_random_state`, and ``"cuda"`` if CUDA is initialised.
     """
     state = cpu_random_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -46,9 +44,7 @@ def cpu_random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore the states that `random_state` or `cpu_random_state` returned.
 
-    Args:
-        state: State per generator. ``"numpy"`` is ignored if no module has imported NumPy. ``"cuda"`` is ignored if
-            CUDA is not available.
+    The state of NumPy is ignored if no module has imported NumPy, and the state of CUDA if CUDA is not available.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -91,7 +87,6 @@ def check_random_state(state: object) -> None:
 def cpu_random_state_kept() -> Iterator[None]:
     """Context manager that restores the states of the CPU generators when the ``with`` block ends.
 
-    Random numbers that are drawn in the block therefore do not change the numbers that are drawn after the block.
     NumPy's generator is restored only if NumPy was imported before the block.
     """
     state = cpu_random_state()
@@ -104,8 +99,7 @@ def cpu_random_state_kept() -> Iterator[None]:
 def seed_cpu_generators(seed: int) -> None:
     """Seed the generators of Python, of torch for the CPU, and of NumPy, if a module has imported it.
 
-    Args:
-        seed: An integer from 0 to 2^32 - 1, the range that NumPy accepts.
+    NumPy accepts seeds from 0 to 2^32 - 1.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

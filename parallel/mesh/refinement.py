@@ -27,13 +27,7 @@ T = TypeVar("T")
 
 
 class Dim(NamedTuple):
-    """A mesh dim of a device mesh, and one group of ranks along it.
-
-    Args:
-        mesh: Index of the mesh in the list of all meshes.
-        name: Name of the mesh dim.
-        ranks: Global ranks of the group, in their order along the mesh dim.
-    """
+    """A mesh dim of the device mesh number ``mesh``, and the global ranks of one group along it, in order."""
 
     mesh: int
     name: str
@@ -43,11 +37,7 @@ class Dim(NamedTuple):
 def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
     """Return the result of `dims_of` on every rank, as a list indexed by global rank.
 
-    Raises:
-        ValueError: On every rank: a mesh has no names of mesh dims.
-        TypeError: An item is not a device mesh. Other ranks raise ValueError.
     Collectives: one object all-gather over the world.
-    Host synchronization: yes.
     """
     return gathered(lambda: dims_of(meshes))
 
@@ -80,20 +70,14 @@ def gathered(make: Callable[[], T]) -> list[T]:
 
 
 def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a mesh's mesh dims; if they have no names, return dim_0, dim_1, ..."""
+    """Return the names of a mesh's dims; without names, return dim_0, dim_1, ..."""
     return mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
 
 
 def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
     """Return the mesh dims of all meshes that contain this rank, each with the group of this rank along it.
 
-    Args:
-        meshes: Device meshes of torch.
-        need_names: False: mesh dims without names are called dim_0, dim_1, ... True: a mesh whose dims have no names is
-            an error. Default: True.
-    Raises:
-        ValueError: A mesh has no names of mesh dims, and ``need_names`` is True.
-        TypeError: An item is not a device mesh.
+    If ``need_names`` is False, mesh dims without names are called dim_0, dim_1, ...; else they raise ValueError.
     """
     found = []
     for number, mesh in enumerate(meshes):
@@ -119,19 +103,16 @@ def refined(
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     """Return the fewest axes such that every mesh dim of several device meshes consists of one or more axes.
 
-    `Topology.of_meshes` describes the names of the axes. A mesh dim whose name is not the name of an axis becomes an alias
-    for its axes.
+    Return the size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest
+    first. A mesh dim whose name is not the name of an axis becomes an alias for its axes. `Topology.of_meshes` describes
+    the names of the axes.
 
     Args:
         views: Per global rank, the mesh dims of the meshes that contain this rank, as `agreed_dims` returns them.
         name_of: Function that names an axis that is part of no mesh dim. Its argument is the tuple of the ranks of the
             axis's first group. None: such an axis is an error.
-    Returns:
-        Size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest first.
     Raises:
-        ValueError: The groups along a mesh dim have different sizes or strides, are not a grid, or begin at a rank where
-            no group of a row-major mesh begins; there are no such axes; two mesh dims with the same name consist of
-            different axes; or an axis is part of no mesh dim, and ``name_of`` is None.
+        ValueError: The meshes have no common axes.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
@@ -150,10 +131,7 @@ def refined(
     atoms = list(pairwise(digits))[::-1]  # slowest axis first
 
     def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return the indices in ``atoms`` of the axes that together form one mesh dim.
-
-        ``found`` has the (size, stride) pairs of the mesh dim.
-        """
+        """Return the indices in ``atoms`` of the axes that form the mesh dim with the (size, stride) pairs ``found``."""
         parts = (
             i
             for size, stride in found
@@ -186,7 +164,7 @@ def refined(
 
 
 def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]]:
-    """Return, per (mesh index, name of a mesh dim), the list of the distinct groups of ranks along it."""
+    """Return, per (mesh index, name of a mesh dim), the distinct groups of ranks along it."""
     found: dict[tuple[int, str], list[Ranks]] = {}
     for dims in views:
         for mesh, name, ranks in dims:
@@ -199,9 +177,6 @@ def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list
 def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
     """Return the (size, stride) pairs of the grid that a group along a mesh dim forms, slowest pair first.
 
-    Args:
-        dim: Mesh index and name of the mesh dim.
-        groups: The distinct groups of ranks along the mesh dim.
     Raises:
         ValueError: The groups have different sizes or strides, are not a grid, or begin at a rank where no group of a
             row-major mesh begins.

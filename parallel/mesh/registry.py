@@ -80,15 +80,11 @@ def new_local_group(
         ranks: Global ranks of the members, ascending; this rank is one of them.
         name: Name of the group: the same on every member, and never used before in the store of the default group.
         timeout: Timeout of the group's collectives. None: the timeout of the default group.
-        backend: Name of the backend, as in `torch.distributed.new_group`. None: the backend of the default group.
+        backend: Name of the backend. None: the backend of the default group.
         device: Device of the group's tensors; a CUDA device is bound to the group. None: no device is bound, and torch
             chooses NCCL's device by LOCAL_RANK or the global rank.
-    Returns:
-        The process group.
     Raises:
         RuntimeError: This version of torch ignores the name.
-    Collectives: none.
-    Host synchronization: none.
     """
     timeout = timeout if timeout is not None else _default_timeout()
     bound = device if device is not None and device.type == "cuda" else None
@@ -145,8 +141,8 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 def _default_timeout() -> timedelta | None:
     """Return the longest timeout of the default group's backends; None if no backend has a timeout.
 
-    torch's fake backend has no timeout. If no timeout is passed, torch gives new groups the default of their backend,
-    instead of the timeout of the default group.
+    If no timeout is passed, torch gives new groups the default of their backend, instead of the timeout of the default
+    group. torch's fake backend has no timeout.
     """
     world = dist.group.WORLD
     backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
@@ -208,12 +204,8 @@ def order_launches(world: dist.ProcessGroup | None) -> None:
     """Make collectives of several NCCL groups run on the GPU in the order of their launches.
 
     All ranks launch the collectives in one order. Without this setting, collectives on several streams could still run in
-    different orders on different ranks, and deadlock. The function sets the environment variable
-    NCCL_LAUNCH_ORDER_IMPLICIT to 1, unless the variable is set. NCCL 2.26 and newer read it once per process, before the
-    first collective. If the default group has already run a collective, the function warns.
-
-    Args:
-        world: The default group; None: it does not exist yet.
+    different orders on different ranks, and deadlock. NCCL 2.26 and newer read the environment variable
+    NCCL_LAUNCH_ORDER_IMPLICIT once per process, before the first collective. A value that is already set is kept.
     """
     if LAUNCH_ORDER in os.environ:
         return
@@ -320,14 +312,10 @@ class Groups(Protocol):
 def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     """Return torch's `DeviceMesh` of the ranks that differ from this rank only along the axes in ``dims``.
 
-    Args:
-        registry: Provides ranks and process groups.
-        dims: Per mesh dim, the axes of which it consists. The process group along each mesh dim is created.
+    ``dims`` has, per mesh dim, the axes of which it consists. The process group along each mesh dim is created.
+
     Raises:
-        ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the axes
-            of a mesh dim are not in the order of the topology.
-        RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` was not initialised
-            when the registry was constructed.
+        ValueError: The axes of a mesh dim are not in the order of the topology.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -363,10 +351,7 @@ MOMENT = 0.05  # seconds; in this time a waiting thread gets the interpreter loc
 
 @cache
 def let_threads_finish() -> None:
-    """Register an exit handler that sleeps for 0.05 seconds, so that gloo's threads get the interpreter lock.
-
-    Further calls have no effect.
-    """
+    """Register an exit handler that sleeps for 0.05 seconds, so that gloo's threads get the interpreter lock."""
     atexit.register(time.sleep, MOMENT)
 
 
@@ -722,8 +707,7 @@ class ProcessGroupRegistry:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the topology, the timeout and the backend; process groups and ``exclusive_groups`` are not pickled.
 
-        Unpickling returns an open registry of this process with the same topology, timeout and backend. If there is
-        none, it constructs a new registry.
+        Unpickling returns an open registry of this process with the same topology, timeout and backend, or else a new one.
         """
         return _of_topology, (self.topology, self._timeout, self._backend)
 

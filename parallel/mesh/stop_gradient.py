@@ -42,10 +42,7 @@ class ConstantRecord:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager for one forward and its backward.
-
-        The first forward records the results of `stop_gradient`. In later forwards it returns them again.
-        """
+        """Context manager for one forward and its backward. The first forward records the results of `stop_gradient`."""
         global _RECORD
         before, _RECORD, self._position = _RECORD, self, 0
         try:

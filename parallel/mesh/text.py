@@ -17,11 +17,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         >>> aligned([("axis", "size"), ("data", "8"), ("tensor", "128")], right={1})
         ['axis    size', 'data       8', 'tensor   128']
 
-    Args:
-        rows: Cells of each row, the header included. All rows have the same number of cells.
-        right: Indices, from 0, of right-aligned columns. Default: all columns are left-aligned.
-    Raises:
-        ValueError: The numbers of cells differ between rows.
+    ``right`` has the indices of right-aligned columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_padded(row, widths, right)).rstrip() for row in rows]
@@ -60,7 +56,7 @@ def printable(text: str) -> str:
 def some(names: Iterable[str], most: int = 5) -> str:
     """Return a text such as ``"a, b and 7 more"``: the first ``most`` names, and the number of omitted names.
 
-    Unprintable characters are replaced by escapes, as in `printable`. Without names the text is empty.
+    Unprintable characters are replaced by escapes, as in `printable`.
     """
     names = [printable(name) for name in names]
     shown = ", ".join(names[:most])
@@ -161,11 +157,10 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 
 
 def _groups(topology: Topology, rank: int | None) -> list[str]:
-    """Return the lines of the table of groups.
+    """Return the lines of the table of groups: a header, one line per axis, and one line per set of axes that has an alias.
 
-    The table has a header, one line per axis with the aliases of this single axis, and one line per set of axes that has
-    an alias, with all its aliases. Further lines are for all data axes together and for all model axes together, if
-    there are several, and for all pipeline and model axes together, if there are both.
+    Further lines are for all data axes together and for all model axes together, if there are several, and for all
+    pipeline and model axes together, if there are both.
     """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     for alias, atoms in topology.aliases.items():
@@ -204,11 +199,7 @@ def _members(group: Sequence[int], rank: int | None = None) -> str:
 def _elide(size: int, limit: int, keep: int | None, head: int | None = None) -> list[int | None]:
     """Return the indices 0..size-1. If ``size`` exceeds ``limit``, return only some indices, with None for each gap.
 
-    Args:
-        size: Number of indices.
-        limit: Largest ``size`` for which all indices are returned.
-        keep: Index that is always included. None: no such index.
-        head: Number of indices to include from the start. The last index is always included. None: ``limit - 3``.
+    The first ``head`` indices (None: ``limit - 3``), the last index and ``keep`` are always included.
     """
     if size <= limit:
         return list(range(size))
@@ -230,7 +221,7 @@ def _shorten(text: str, width: int) -> str:
 
 
 def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
-    """Return the lines of all blocks, with ``side_by_side`` blocks in a row, or with fewer if the page is too narrow."""
+    """Return the lines of all blocks, with ``side_by_side`` blocks in a row, or fewer if the page is too narrow."""
     gap = "    "
     width = max(len(line) for block in blocks for line in block)
     side_by_side = max(1, min(side_by_side, (_WIDTH + len(gap)) // (width + len(gap))))

@@ -35,15 +35,13 @@ _RESERVED = ("self", "roles", "aliases")
 
 
 def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the sizes of the axes and the aliases in a text such as ``"row=2,col=2,grid=row+col"``.
+    """Return the size per axis and the axes per alias in a text such as ``"row=2,col=2,grid=row+col"``.
 
-    Args:
-        text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space.
-    Returns:
-        Size per axis, and axes per alias.
+    Entries are separated by commas or white space.
+
     Raises:
-        ValueError: An entry has neither form; two entries have the same name; or an axis is named ``self``, ``roles``
-            or ``aliases``.
+        ValueError: An entry is neither ``axis=size`` nor ``alias=axis+axis``; two entries have the same name; or an axis
+            is named ``self``, ``roles`` or ``aliases``.
     """
     axes: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -93,10 +91,6 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
     ``explicit`` for one of these names. If there is none, it is the default role of one of these names (see
     `Topology`). If they have no default role, it is ``"model"``.
 
-    Args:
-        axes: Names of all axes.
-        aliases: Axes per alias.
-        explicit: Role per axis or alias, as passed to `Topology`.
     Raises:
         ValueError: ``explicit`` has an unknown role, or a name that is neither an axis nor an alias; or the names of an
             axis have different roles.
@@ -136,7 +130,7 @@ def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
 
 
 def has_default_role(axis: str, aliases: Aliases) -> bool:
-    """Return True if the name of an axis, or an alias that contains the axis, is a name with a default role."""
+    """Return True if the axis, or an alias that contains it, has a name with a default role."""
     return any(name in _ROLE_BY_NAME for name in names_of(axis, aliases))
 
 
@@ -226,9 +220,6 @@ def resolve_aliases(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Check the aliases of a topology and return them as (alias, tuple of axes) pairs.
 
-    Args:
-        aliases: Per alias, an axis or a tuple of axes.
-        axes: All axes, slowest first.
     Raises:
         ValueError: An alias is not an identifier, or is the name of an axis; or its axes are empty, unknown, repeated,
             or in another order than in ``axes``.
@@ -260,11 +251,7 @@ class Coordinate(dict[str, int]):
     """Coordinate of a rank: its index on every axis, in the order of the axes.
 
     ``coordinate[alias]`` is the row-major index over the axes of an alias. ``in``, ``get`` and iteration ignore
-    aliases.
-
-    Args:
-        by_axis: Index per axis.
-        sizes_by_alias: Per alias, the size of each of its axes, slowest axis first.
+    aliases. ``sizes_by_alias`` has, per alias, the size of each of its axes, slowest axis first.
     """
 
     def __init__(self, by_axis: Mapping[str, int], sizes_by_alias: Mapping[str, Mapping[str, int]]) -> None:
@@ -279,18 +266,13 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Split coordinates of an alias (a name for several axes) into a set of coordinates per axis.
-
-    The product of the sets is ``where``:
+    """Split coordinates of an alias into coordinates per axis, whose product they must be.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
 
-    Args:
-        where: Coordinates of the alias; negative coordinates count from the end.
-        sizes: Size per axis of the alias, slowest axis first.
-    Returns:
-        (axis, coordinates) pairs in the order of ``sizes``.
+    Negative coordinates count from the end. ``sizes`` has the axes of the alias, slowest first.
+
     Raises:
         ValueError: ``where`` is empty, or is not a product of sets of coordinates of the axes.
     """
@@ -317,12 +299,9 @@ class Peers(Sequence[int]):
         peers = Topology(data=131072, tensor=8).peers(5, "data")
         len(peers), peers[2], peers.index(21), 22 in peers      # 131072, 21, 2, False
 
-    The operations above take O(axes). Iteration, ``hash`` and comparisons may take O(ranks).
-
-    Args:
-        base: The first rank. Each rank is ``base + sum(index * stride)``, with an index in 0..size-1 per axis.
-        dims: (size, stride) per axis, largest stride first. The ranks ascend if each stride is larger than the sum of
-            ``(size - 1) * stride`` over all axes after it.
+    The operations above take O(axes). Iteration, ``hash`` and comparisons may take O(ranks). A rank is
+    ``base + sum(index * stride)``, with an index in 0..size-1 per (size, stride) pair of ``dims``. The largest stride is
+    first. The ranks ascend if each stride is larger than the sum of ``(size - 1) * stride`` over all pairs after it.
     """
 
     __slots__ = ("_base", "_dims", "_len")
@@ -357,15 +336,7 @@ class Peers(Sequence[int]):
         return found
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """Return the index of the rank ``value``, in O(axes).
-
-        Args:
-            value: A global rank.
-            start: First index to consider. Default: 0.
-            stop: Index after the last index to consider. None: the length of the sequence.
-        Raises:
-            ValueError: ``value`` is not at an index from ``start`` to ``stop - 1``.
-        """
+        """Return the index of the rank ``value``, in O(axes)."""
         rest, at = value - self._base, 0
         for size, stride in self._dims:
             digit = min(max(rest // stride, 0), size - 1)

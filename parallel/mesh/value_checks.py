@@ -19,10 +19,7 @@ Check = Callable[[object, str], None]
 
 
 def wrong(field: str, value: object, expected: str) -> ValueError:
-    """Return a ValueError for the caller to raise: ``{field} is {value}; expected {expected}``.
-
-    ``expected`` describes a correct value, for example ``"an integer"``.
-    """
+    """Return a ValueError ``{field} is {value}; expected {expected}``, for the caller to raise."""
     return ValueError(f"{field} is {_shown(value)}; expected {expected}")
 
 
@@ -33,7 +30,7 @@ def check_count(value: object, field: str) -> None:
 
 
 def check_number(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is an int in the range of float64 and not a bool, or a float that is not NaN."""
+    """Raise ValueError unless `is_number` returns True for ``value``."""
     if not is_number(value):
         raise wrong(field, value, _A_NUMBER)
 
@@ -57,8 +54,7 @@ def check_text(value: object, field: str) -> None:
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
     """Raise ValueError unless ``value`` is a floating-point tensor without NaN and infinity, of the expected shape.
 
-    ``field`` is the name of ``value`` in the error. ``shape=None`` accepts any shape. Host synchronization: yes, for a
-    tensor on a device.
+    ``shape=None`` accepts any shape. Host synchronization: yes, for a tensor on a device.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
         raise wrong(field, value, "a tensor of finite floats")
@@ -108,10 +104,7 @@ def dict_of(check: Check, *, key: Check = check_text) -> Check:
 
 
 def fields(checks: Mapping[str, Check]) -> Check:
-    """Return a check for a dict that has at least the keys of ``checks``, and whose values pass the check of their key.
-
-    The values of other keys are not checked.
-    """
+    """Return a check for a dict that has at least the keys of ``checks``, and whose values pass the check of their key."""
 
     def check_fields(value: object, field: str) -> None:
         if not isinstance(value, Mapping):
@@ -140,10 +133,7 @@ def check_like(value: object, like: object, field: str) -> None:
         list or tuple                         a list or tuple of the same length; item i is checked against item i
         any other type                        an object of the same type
 
-    A number of NumPy in ``like`` counts as a Python number. A number is valid if `is_number` is True: it is not NaN, and
-    an int is in the range of float64.
-
-    ``field`` is the name of ``value`` in the error.
+    A number of NumPy in ``like`` counts as a Python number. A number is valid if `is_number` is True.
 
     Host synchronization: yes, if ``value`` or ``like`` has a tensor of one element on a device.
     """
@@ -235,11 +225,9 @@ def _shown(value: object) -> str:
 
 
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
-    """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real`, such as an int, a float or a NumPy float.
+    """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real` and not a bool.
 
-    A bool is rejected. A 0-dim tensor may have any dtype; its value is not read.
-
-    In the error, ``name`` is the name of the argument, and ``write`` describes a correct value.
+    A 0-dim tensor may have any dtype; its value is not read. In the error, ``write`` describes a correct value.
     """
     if isinstance(value, Tensor):
         is_number, shown, kind = (

@@ -99,10 +99,8 @@ class Ranks(ABC):
 def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
     """Call ``function(*args)`` on this rank for the ``args`` of each case, and return the results.
 
-    torch's global seed is set to 0 before each call.
-
-    Raises:
-        RuntimeError: ``function`` raised an error. It is the ``__cause__``, and the message has the arguments of the case.
+    torch's global seed is set to 0 before each call. An error of ``function`` is the ``__cause__`` of a RuntimeError with
+    the arguments of the case.
     """
     results = []
     for args in cases:
@@ -115,7 +113,6 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
 
 
 def check_size(world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` is a positive integer."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"{world_size!r} is not a number of ranks; give an integer >= 1: run(function, 4, *arguments)")
 
@@ -175,11 +172,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return the call ``function(*args)`` as bytes, which `decoded` reads in another process.
-
-    Raises:
-        TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
-    """
+    """Return the call ``function(*args)`` as bytes, which `decoded` reads in another process."""
     _check_importable(function)
     module = sys.modules.get(_module_of(_unwrap_partial(function)))
     home = (module.__name__, getattr(module, "__file__", None)) if module is not None else ("", None)
@@ -207,11 +200,7 @@ def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def result_of(value: object, function: Callable[..., Any]) -> bytes:
-    """Return ``value``, the result of ``function`` on a rank, as pickled bytes.
-
-    Raises:
-        TypeError: The result can't be pickled.
-    """
+    """Return ``value``, the result of ``function`` on a rank, as pickled bytes."""
     try:
         return pickle.dumps(value)
     except Exception as error:

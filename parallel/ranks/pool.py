@@ -51,16 +51,10 @@ from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded,
 
 
 class Task(NamedTuple):
-    """A call for one worker.
+    """A call for one worker; ``call`` is the result of `encoded`, and ``group_timeout`` is in seconds.
 
-    Args:
-        rank: Rank of the worker in this call.
-        world_size: Number of ranks.
-        group: Name of the default process group. A worker keeps its group if rank and name are the same as in its
-            previous task.
-        port: Port of the pool's store on this machine.
-        group_timeout: Timeout of the group's collectives, in seconds.
-        call: The serialized function and its arguments, as `encoded` returns them.
+    ``group`` is the name of the default process group. A worker keeps its group if rank and name are the same as in its
+    previous task. ``port`` is the port of the pool's store on this machine.
     """
 
     rank: int
@@ -72,12 +66,7 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The reply of one rank to a `Task`.
-
-    Args:
-        succeeded: True if the function returned, and its result could be pickled.
-        content: The pickled result as bytes if the function succeeded, else the text of the failure.
-    """
+    """The reply of one rank to a `Task`: the pickled result if the function succeeded, else the text of the failure."""
 
     succeeded: bool
     content: Any
@@ -90,10 +79,8 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
         tasks: Connection from which pickled `Task` tuples are received, and to which pickled `Reply` tuples are sent.
         stack: Connection to which the stacks of all threads are written at each signal ``SIGUSR1``, even while C++ code
             runs.
-        initializer: Function without arguments that is called once, before the function of the first task. None: no
-            call.
-        folder: Folder with temporary files of the parent process, which the worker removes if the parent exits. None:
-            no folder.
+        initializer: Function that is called once, before the function of the first task.
+        folder: Folder with temporary files of the parent process, which the worker removes if the parent exits.
     """
     _end_with_parent(folder)
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
@@ -278,10 +265,7 @@ class RankPool(Ranks):
         self._group = None
 
     def _exchange(self, call: bytes, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, bytes]]:
-        """Send the call to ``world_size`` workers, and return the failure texts and the pickled results by rank.
-
-        First create the store, missing workers and the name of a new default group, if they are needed.
-        """
+        """Send the call to ``world_size`` workers, and return the failure texts and the pickled results by rank."""
         if self._store is None:
             # The store is a TCP store, because a file store polls, which slows the creation of groups. The socket is IPv4
             # only, because torch would ask a name server for ::ffff:127.0.0.1 while ranks wait.
@@ -373,8 +357,7 @@ def _read(stack: Connection) -> str:
 def _main_thread(stacks: str) -> str:
     """Return the frames of the main thread without the frames of the pool, latest call first.
 
-    If ``stacks``, the stacks of all threads of a worker, does not have the main thread, return all stacks. If it is
-    empty, return a message.
+    If ``stacks``, the stacks of all threads of a worker, does not have the main thread, return all stacks.
     """
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:

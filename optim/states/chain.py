@@ -45,7 +45,6 @@ removed from the param groups."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Return the parameters of all param groups in one list."""
     return [param for _, param in named_params_of(param_groups)]
 
 
@@ -65,12 +64,7 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def checked_group(param_group: object) -> dict[str, Any]:
-    """Return a copy of a param group whose ``"params"`` is a list; a single tensor becomes a list of one item.
-
-    Raises:
-        TypeError: ``param_group`` is not a dict, or its ``"params"`` are a string or not iterable.
-        ValueError: It has no ``"params"``, or they are an exhausted generator.
-    """
+    """Return a copy of a param group whose ``"params"`` is a list; a single tensor becomes a list of one item."""
     if not isinstance(param_group, dict):
         raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict with the key 'params'")
     if "params" not in param_group:
@@ -87,10 +81,6 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
     torch requires ``param_names`` in all groups or in none. This function adds or removes them in groups without
     parameters, which may be ``new`` itself. Groups with parameters are unchanged.
-
-    Args:
-        new: The param group that will be added; its parameters may be (name, parameter) pairs.
-        groups: The optimizer's param groups.
     """
     if not new["params"]:
         if any("param_names" in group for group in groups):
@@ -466,9 +456,6 @@ class LocalTensors(ParamTransform):
     parallelism create DTensor parameters. torch's fused optimizers reject a mixture of DTensors and plain tensors;
     local tensors avoid this. An update then issues no hidden collectives, and later transforms handle plain tensors
     only. The optimizer state becomes local as well. If the optimizer has no DTensors, the transform does nothing.
-
-    Args:
-        topology: The mesh, whose axes correspond to the dims of the DTensors' device meshes.
     """
 
     is_local = True
@@ -482,7 +469,7 @@ class LocalTensors(ParamTransform):
         return not self._pairs
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Return the local parameters of the DTensors. Raise ValueError if meshstep does not support a DTensor's layout."""
+        """Return the local parameters of the DTensors. Raise ValueError for an unsupported layout."""
         tensors = [at.tensor for at in positions]
         if not has_dtensors(tensors):
             return {}
@@ -510,11 +497,10 @@ class LocalTensors(ParamTransform):
         gradient that other code set on the local parameter is kept. For example, some trainers set zero gradients and make
         a step to create optimizer states, before they load states.
 
-        Returns:
-            The error for a gradient that is not a DTensor or has unsupported placements; its local gradient is filled
-            with NaN. None: no error.
-        Collectives: for each parameter, one all-reduce per axis that shards the parameter and over which its gradient was
-            partial in the first step.
+        Return the error for a gradient that is not a DTensor or has unsupported placements; its local gradient is
+        filled with NaN.
+        Collectives: for each parameter, one all-reduce per axis that shards the parameter and over which its gradient
+            was partial in the first step.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -544,7 +530,6 @@ class LocalTensors(ParamTransform):
             return_gradient(param, piece)
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the DTensors' gradients."""
         clear_gradients([param for param, _ in self._pairs], set_to_none)
 
 
@@ -613,7 +598,6 @@ class GivenParam:
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> GivenParam:
-        """Return the record of a parameter that the optimizer receives now."""
         return cls(name, param, param.requires_grad, param.dtype, param.device)
 
     @property
@@ -626,12 +610,8 @@ class GivenParam:
 class TransformChain:
     """The parameter transforms of an optimizer, installed over its param groups. The groups are changed in place.
 
-    Args:
-        optimizer: The torch optimizer. It may have optimizer state already.
-        transforms: The transforms, from the model to the optimizer.
-        registry: The process groups of the mesh.
-        plan: The reduction plan of the parameters in the param groups, in their order.
-
+    ``optimizer`` may have optimizer state already. ``plan`` is the reduction plan of the parameters in its param
+    groups, in their order.
     Attributes:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
             groups.
@@ -639,9 +619,8 @@ class TransformChain:
         frozen: Model parameters that were trained earlier, and were frozen when param groups were last added or
             refreshed. Their stepped tensors and optimizer states are kept.
         left_out: (name, parameter) pairs of frozen parameters that are not in the param groups.
-        pulling_grads: The transforms that override `pull_grads` and are not idle, from the model to the optimizer.
-        catching_up: The transforms that override `catch_up` and are not idle.
-        observers: The step observers, in the order of calls.
+        pulling_grads, catching_up: The transforms that override the method and are not idle, from the model to the
+            optimizer.
         around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
             `update`.
     Collectives: those of the transforms' `agree` and `install`.
@@ -672,12 +651,8 @@ class TransformChain:
     ) -> None:
         """Add a param group to the optimizer, and `refresh` all param groups.
 
-        If a transform raises an error, the group is removed again.
-
-        Args:
-            param_group: The new param group.
-            groups: As in `refresh`, with the new group.
-            plan: As in `refresh`.
+        If a transform raises an error, the group is removed again. ``groups``, including the new group, and ``plan``
+        are as in `refresh`.
         Collectives: those of the transforms' `agree` and `install`.
         """
         before = len(self.optimizer.param_groups)
@@ -695,9 +670,8 @@ class TransformChain:
         The transforms, stepped tensors and optimizer states of the other parameters are kept. If a transform raises an
         error, the param groups are restored.
 
-        Args:
-            groups: For each param group its (name or None, model parameter) pairs.
-            plan: The reduction plan of the parameters in ``groups``, in their order.
+        ``groups`` has for each param group its (name or None, model parameter) pairs, and ``plan`` is the reduction
+        plan of these parameters, in their order.
         Collectives: those of the transforms' `agree` and `install`.
         """
         kept = self.positions, self.given, self.frozen, set(self._prepared)
@@ -740,9 +714,8 @@ class TransformChain:
     ) -> tuple[list[ParamPosition], list[ParamPosition]]:
         """Set `given` and the parameters of the param groups to ``groups``, before transforms are installed.
 
-        Returns:
-            The positions of all stepped tensors in the order of ``groups``, and new positions of the parameters over
-            which transforms must be installed. Each of these parameters has one position.
+        Return the positions of all stepped tensors in the order of ``groups``, and new positions of the parameters over
+        which transforms must be installed. Each of these parameters has one position.
         """
         known, found = {id(of.param): of for of in self.given}, dict[int, list[ParamPosition]]()
         for at in self.positions:
@@ -792,7 +765,6 @@ class TransformChain:
         return None
 
     def set_observers(self, observers: Sequence[StepObserver]) -> None:
-        """Replace the step observers by ``observers``, which are called in this order."""
         self.observers = list(observers)
         observed: list[Callable[[UpdateRequest, Update], object]]
         observed = [partial(self._observe_update, observer) for observer in self.observers]
@@ -869,7 +841,6 @@ class TransformChain:
 
     @property
     def params(self) -> list[Tensor]:
-        """Return the model parameters that the optimizer received."""
         return [of.param for of in self.given]
 
     # Stepped tensors --------------------------------------------------------------------------------------------------
@@ -892,10 +863,7 @@ class TransformChain:
         ]
 
     def table(self, model_plan: ReductionPlan) -> ParamTable:
-        """Return a table with one record per stepped tensor.
-
-        ``model_plan`` is the reduction plan of the model parameters, on which all ranks agree.
-        """
+        """Return a table with one record per stepped tensor."""
         grad_tensors = [
             self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
         ]
@@ -937,10 +905,7 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """Return the `micro_batch` methods of the transforms that override it.
-
-        Each method returns a context manager around the backward of a micro-batch.
-        """
+        """Return the `micro_batch` methods, which return context managers, of the transforms that override it."""
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     @property
@@ -957,7 +922,6 @@ class TransformChain:
         return [param for transform in self.transforms for param in transform.summed_in_backward()]
 
     def has_copies(self) -> bool:
-        """Return True if a replacement on this rank has memory of its own, as a master weight or a CPU copy has."""
         return any(transform.has_copies() for transform in self.transforms)
 
     @torch.no_grad()
@@ -978,10 +942,7 @@ class TransformChain:
         return None
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model parameters, of the stepped tensors, and of all tensors between them.
-
-        ``set_to_none`` True (default): set them to None. False: fill them with zeros.
-        """
+        """Clear the gradients of the model parameters, of the stepped tensors, and of all tensors between them."""
         with own_calls:
             self.optimizer.zero_grad(set_to_none)
             for transform in self.transforms:
@@ -1001,11 +962,7 @@ class TransformChain:
             raise other_layout(state["shards"], None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict` on this rank. Every rank must call `write_back` afterwards.
-
-        Raises:
-            ValueError: The state does not fit.
-        """
+        """Restore the result of `state_dict` on this rank. Every rank must call `write_back` afterwards."""
         self.check_state(state)
         for transform in self.transforms:
             transform.load_state_dict(state)
@@ -1043,9 +1000,7 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
     """Return the error for saved optimizer states that are sharded in another way than the states of the optimizer.
 
-    Args:
-        saved: The ``"shards"`` entry of the saved state; None: unsharded.
-        own: The ``"shards"`` entry of the optimizer's state; None: unsharded.
+    ``saved`` and ``own`` are ``"shards"`` entries; None: unsharded.
     """
     layouts = [
         f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"

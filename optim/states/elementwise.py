@@ -114,16 +114,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
     """Raise ValueError if the optimizer's result would depend on how the model is divided over ranks.
 
-    ValueError is raised in these cases:
-
     * Parameters are sharded (declared or DTensors), and `check_elementwise` rejects the optimizer: its update is not
       known to be elementwise, or its states are quantized. Optimizers whose step uses collectives are accepted.
     * Ranks hold different parameters, and `check_each_alone` rejects the optimizer: it computes a value from all of its
       parameters together.
 
     ``optimizer.elementwise = True`` turns both checks off.
-
-    ``entries`` are the plan entries (layouts) of all stepped parameters. Frozen parameters are ignored.
     """
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
@@ -215,13 +211,11 @@ def _is_known(kind: type) -> bool:
 
 
 def _steps_like(optimizer: torch.optim.Optimizer, kind: type) -> bool:
-    """Return True if the optimizer has the same `step` as the class ``kind``, apart from torch's wrappers of `step`."""
     own, known = (getattr(owner, "step", None) for owner in (type(optimizer), kind))
     return own is not None and known is not None and unwrap(own) is unwrap(known)
 
 
 def _values(optimizer: torch.optim.Optimizer, option: str) -> list[Any]:
-    """Return the values of an option in the param groups, in the optimizer's attributes, and in ``optimizer.args``."""
     found = [group.get(option) for group in optimizer.param_groups]
     return [*found, getattr(optimizer, option, None), getattr(getattr(optimizer, "args", None), option, None)]
 

@@ -41,21 +41,16 @@ class GradientCompletion:
     added or refreshed.
 
     Args:
-        chain: The parameter transforms.
-        table: One record per stepped tensor.
         buckets: A function that returns the gradient buckets of a reduction plan. Their collectives run after all
             transforms have moved gradients to the stepped tensors.
         early: The buckets that ``overlap=True`` reduces during backward. If backward did not reduce them in a window,
             they are reduced at the end of the window. None: no buckets.
         agreement: The comparison of settings between ranks; None: there is one rank.
-        unused: The check for parameters without gradients.
-        model: The check for trainable parameters that no optimizer has.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks.
         in_backward: True if gradients may be reduced or moved before a window ends; equal on all ranks.
 
     Attributes:
-        table: One record per stepped tensor. The first window adds to the records' specs the axes over which DTensor
-            gradients are partial.
+        table: The first window adds to the records' specs the axes over which DTensor gradients are partial.
         grads_checked: True after all ranks have checked the gradients of the first window.
         param_facts: The model parameters that were frozen or unfrozen since param groups were last added or refreshed,
             and the replicated parameters without a gradient, which ranks compare. Updated in every window.
@@ -88,7 +83,6 @@ class GradientCompletion:
         self._next_checked = 0
 
     def not_captured(self) -> str | None:
-        """Return the reason why a CUDA graph can't capture a step now; None if it can."""
         if self.grads_checked:
             return None
         return (
@@ -100,11 +94,10 @@ class GradientCompletion:
     def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:
         """Reduce the gradients, once per window. Later calls in the same window do nothing.
 
-        Args:
-            window: The accumulation window that ends.
-            switch: The controller of gradient reduction with ``data_parallel``, ``overlap=True`` or
-                ``sum_order="fixed"``; None: no controller is needed.
-        Returns:
+        ``switch`` is the controller of gradient reduction with ``data_parallel``, ``overlap=True`` or
+        ``sum_order="fixed"``. The result is an error that concerns this rank only; raise it after the step's remaining
+        collectives.
+
             An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:
             RuntimeError: One of these cases:
@@ -185,9 +178,8 @@ class GradientCompletion:
     def _watch_first_windows(self, unused: UnusedParameters) -> None:
         """Check for parameters without gradients and, in the second and 16th window, for weights that other code wrote.
 
-        Raises:
-            RuntimeError: On every rank: the step would overwrite weights that other code wrote. The next call raises
-                again unless `ParallelOptimizer.reload_from_model` was called.
+        On every rank, raise RuntimeError if the step would overwrite weights that other code wrote. The next call
+        raises again unless `ParallelOptimizer.reload_from_model` was called.
         Collectives: an object all-gather in the 16th window, and in the second window if a rank has copies of weights.
         """
         if self._has_copies and unused.windows == 1:
@@ -221,12 +213,7 @@ class GradientCompletion:
     def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
         """Check the gradients of the first window on all ranks, and record which DTensors have partial gradients.
 
-        Args:
-            mine: This rank's report.
-            window: The window.
-            averaged: True if backward averaged the gradients over the data axes.
-        Raises:
-            RuntimeError, ValueError: On every rank: a rank's report shows an error, or settings differ between ranks.
+        On every rank, raise an error if a rank's report shows an error, or if settings differ between ranks.
         Collectives: an object all-gather.
         """
         params = self.chain.params
@@ -276,7 +263,6 @@ class GradientCompletion:
         return [at for at in found if given[at].param.requires_grad]
 
     def forget_arrived(self) -> None:
-        """Forget which parameters got a gradient in this window, because the caller clears the gradients."""
         if self._arrived is not None:
             self._arrived.clear()
 
@@ -307,11 +293,8 @@ class GradientCompletion:
     def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
         """Record in `param_facts` the parameters that were frozen or unfrozen since param groups were last refreshed.
 
-        Returns:
-            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter, or None. The
-            caller must raise the error only after the collectives that other ranks expect.
-        Raises:
-            RuntimeError: With one rank: a parameter was unfrozen.
+        Return the ids of frozen parameters without a gradient, and the error for an unfrozen parameter, or None. The
+        caller must raise the error only after the collectives that other ranks expect; with one rank it is raised here.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]

@@ -125,7 +125,6 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round states that are not bfloat16, for example because torch's `load_state_dict` cast them to float32."""
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
@@ -167,13 +166,7 @@ class HalfStatesTransform(ParamTransform):
 
 
 def _buckets(whole: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield buckets of up to `BUCKET_NUMEL` elements, or of one larger parameter; at least one bucket, even if empty.
-
-    A bucket has one list of parameters per param group.
-
-    Args:
-        whole: The parameters of each param group.
-    """
+    """Yield buckets of up to `BUCKET_NUMEL` elements, or of one larger parameter; at least one bucket, even if empty."""
     bucket: list[list[Tensor]] = [[] for _ in whole]
     numel = 0
     for index, param in ((index, param) for index, params in enumerate(whole) for param in params):

@@ -75,8 +75,8 @@ class SplitMasters(ParamTransform):
     through ``.data`` are not detected. Then the remainder is kept, and the master still rounds to the written value.
 
     Attributes:
-        remainders: The int16 remainder of each trained bfloat16 tensor. It is 0, and the master equals the weight,
-            until the tensor is stepped or a state is loaded.
+        remainders: A remainder is 0, and the master equals the weight, until the tensor is stepped or a state is
+            loaded.
     """
 
     supports_partial_step = True
@@ -122,8 +122,8 @@ class SplitMasters(ParamTransform):
 
         Until the first step after a load, a weight that was overwritten with equal values keeps its remainder.
 
-        Returns:
-            The weights that other code wrote (after a load: with other values), and the weights that have new memory.
+        Return the weights that other code wrote (after a load: with other values), and the weights that have new
+        memory.
         Host synchronization: none, except once if weights were written between a load and the next step.
         """
         weights, versions = self._weights, list(map(_version, self._weights))
@@ -144,13 +144,10 @@ class SplitMasters(ParamTransform):
     def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set to 0 the remainders of weights that other code has written.
 
-        Warn if other code wrote weights, or moved them to new memory, before each of `MANY_WRITES` consecutive steps.
+        Warn if this happened before each of `MANY_WRITES` consecutive steps.
 
+        It raises RuntimeError if a CUDA graph captures the step: each replay would set the remainder to 0.
         Host synchronization: none, except once if weights were written right after a load.
-
-        Raises:
-            RuntimeError: A CUDA graph captures the step, and a weight was written or has new memory. Each replay would
-                set its remainder to 0.
         """
         dropped = self._drop_written()
         if dropped and window.captured:
@@ -230,15 +227,13 @@ class SplitMasters(ParamTransform):
         return {"masters": masters}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the saved masters don't fit this optimizer; change nothing."""
         check_saved(state, dict(self._by_position()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set weights and remainders from the saved masters.
 
-        Raises:
-            ValueError: The saved masters don't fit this optimizer; nothing is changed.
+        It raises ValueError, and changes nothing, if they don't fit this optimizer.
         Host synchronization: yes.
         """
         weights = dict(self._by_position())
@@ -259,7 +254,7 @@ def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
     """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, the weight's earlier memory.
 
-    Host synchronization: none, because the comparison stays on the device.
+    The comparison stays on the device, without host synchronization.
     """
     if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
         remainder.zero_()
@@ -278,7 +273,6 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def precision_transform(context: PlacementContext) -> ParamTransform:
-    """Return the parameter transform of the precision mode in ``context``."""
     if context.precision.split_masters:
         return SplitMasters(context)
     if context.precision.masters:
@@ -317,20 +311,14 @@ class ModelDtypes(ParamTransform):
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"dtypes": sorted names of the parameters' dtypes}``."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {"dtypes": sorted({str(param.dtype) for param in params})}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the entry ``"dtypes"`` of ``state`` is not a list of strings."""
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state was saved for parameters of the same dtypes. Otherwise torch would cast states silently.
-
-        Raises:
-            ValueError: The dtypes differ, or the state has no dtypes.
-        """
+        """Check that the state was saved for parameters of the same dtypes. Otherwise torch would cast states silently."""
         own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
         if saved.get("dtypes") != own["dtypes"]:
             given = ", ".join(saved.get("dtypes", ())) or f"unknown dtypes (it has {', '.join(saved) or 'no entries'})"
@@ -343,11 +331,8 @@ class ModelDtypes(ParamTransform):
 class Masters(ParamTransform):
     """The transform that replaces half-precision tensors by float32 masters (`MasterWeights`).
 
-    Args:
-        main_grads: True if half-precision tensors have float32 gradients. A master then shares the gradient of its
-            tensor.
-        cast: Only used if ``main_grads`` is False. True: masters get float32 copies of the gradients. False:
-            masters get the half-precision gradients themselves.
+    With ``main_grads``, half-precision tensors have float32 gradients, which their masters share. Otherwise masters get
+    float32 copies of the gradients (``cast``), or the half-precision gradients themselves.
     """
 
     supports_partial_step = True
@@ -443,8 +428,8 @@ class StochasticallyRounded(ParamTransform):
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Prepare the parameters for rounding, and replace none.
 
-        Raises:
-            ValueError: There are several ranks, and a bfloat16 parameter has no spec, or has no name and is not tied.
+        On several ranks, a bfloat16 parameter needs a spec, and a name unless it is tied; otherwise this raises
+        ValueError.
         """
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)

@@ -69,10 +69,7 @@ class TransferStreams:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Return a context manager whose transfers run after earlier work of the current stream, and before later work.
-
-        Host synchronization: none.
-        """
+        """Return a context manager whose transfers run after earlier work of the current stream, and before later work."""
         compute = torch.cuda.current_stream(self.device)
         for stream in (self.down, self.up):
             stream.wait_stream(compute)
@@ -86,11 +83,8 @@ class TransferStreams:
 class HostBucket:
     """A bucket of parameters of one dtype and device, with a CPU copy of each parameter.
 
-    Args:
-        params: The parameters, at least one.
-        grad_dtype: The dtype of the parameters' gradients.
-        streams: The streams of transfers, for parameters on a CUDA device. Call `start` and `send` only while they are
-            open (`TransferStreams.opened`). None: new streams.
+    Call `start` and `send` only while ``streams`` are open (`TransferStreams.opened`). With ``streams=None``, a CUDA
+    bucket makes new streams.
 
     Attributes:
         copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
@@ -121,7 +115,6 @@ class HostBucket:
         return torch.empty(self._numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _flat_there(self, host: Tensor) -> Tensor:
-        """Return a new buffer on the parameters' device, of the size and dtype of the CPU buffer ``host``."""
         return torch.empty_like(host, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -134,9 +127,8 @@ class HostBucket:
     def load(self, written: Sequence[int]) -> None:
         """Set all CPU copies to the parameters' values. Host synchronization: a wait for the device.
 
-        Args:
-            written: Indices of the parameters that have changed. The version counters of their copies are incremented,
-                so that masters detect the change.
+        The version counters of the copies of ``written`` (indices of the parameters that have changed) are incremented,
+        so that masters detect the change.
         """
         with nullcontext() if self._streams is None else self._streams.opened():
             self._down(self._weights, list(range(len(self.params))), self.params)
@@ -170,10 +162,8 @@ class HostBucket:
     def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
         """Start to copy ``tensors`` to a flat CPU buffer.
 
-        Args:
-            host: The buffer. Positions of other parameters in it may be overwritten.
-            which: For each tensor, the index of the parameter at whose position it is written.
-            tensors: The parameters with these indices, or their gradients.
+        ``which`` has, for each tensor, the index of the parameter at whose position it is written. Positions of other
+        parameters may be overwritten.
         """
         with nullcontext() if self._streams is None else torch.cuda.stream(self._streams.down):
             if self.device.type == "cpu" or len(self.params) == 1:
@@ -280,10 +270,7 @@ class Offloaded(StatePlacement):
 
 
 class OffloadTransform(ParamTransform):
-    """The transform of `Offloaded`: replaces some of an optimizer's parameters by copies on the CPU.
-
-    ``main_grads`` is True if half-precision parameters have float32 gradients.
-    """
+    """The transform of `Offloaded`: replaces some of an optimizer's parameters by copies on the CPU."""
 
     replica_dependent = True  # replicas are compared on the device, which is faster than on the CPU
 
@@ -361,7 +348,6 @@ class OffloadTransform(ParamTransform):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the CPU copies of parameters that other code wrote since the last step."""
         for bucket in self.buckets:
             written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
             if written:
@@ -390,7 +376,6 @@ class OffloadTransform(ParamTransform):
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Return a context manager that enters `TransferStreams.opened` of all devices."""
         with ExitStack() as stack:
             for streams in self._streams.values():
                 stack.enter_context(streams.opened())
@@ -462,7 +447,6 @@ class OffloadTransform(ParamTransform):
         return None
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of the parameters and of their copies."""
         clear_gradients([*self.copies, *self.copies.values()], set_to_none)
 
     @torch.no_grad()
@@ -499,8 +483,6 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
 
     Parameters are visited from the largest to the smallest. A parameter stays on the device if it fits into the rest of
     ``1 - fraction`` of all elements; otherwise it is offloaded.
-
-    ``numels`` are the numbers of elements of the parameters.
     """
     room = (1 - fraction) * sum(numels)
     chosen = []
@@ -532,10 +514,7 @@ def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int
     """Return the pieces to offload, so that all replicas of an element are offloaded or none is.
 
     These are the pieces that any rank chose, and all pieces that share elements with them, directly or through other
-    pieces.
-
-    Args:
-        by_rank: For each rank, its non-empty pieces that may be offloaded, and the indices of the pieces that it chose.
+    pieces. ``by_rank`` has for each rank its non-empty pieces that may be offloaded, and the indices of those it chose.
     """
     clusters, end = list[list[Piece]](), 0  # pieces that are connected by common elements
     for piece in sorted({piece for pieces, _ in by_rank for piece in pieces}):

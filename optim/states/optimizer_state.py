@@ -53,19 +53,13 @@ class Coordinates:
     This object is pickled as an ``OrderedDict``, so that a file can be read without this class.
     `torch.distributed.checkpoint` treats plain tensors with equal keys as replicas, so it would store the state of one
     rank only. Before it saves, it calls `__create_write_items__`, which raises an error if ``axes`` is not empty.
-
-    Args:
-        axes: (index, size) by axis name.
     """
 
     axes: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Coordinates:
-        """Return the index of this rank and the size of each axis along which ranks step different tensors.
-
-        The reduction plan of the stepped tensors, ``plan``, names these axes.
-        """
+        """Return the index of this rank and the size of each axis along which ranks step different tensors."""
         named = {axis for b in plan.buckets for axis in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         sizes = {axis: registry.size(axis) for axis in registry.topology.axes if axis in named}
         return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
@@ -73,9 +67,8 @@ class Coordinates:
     def check(self, saved: object) -> None:
         """Raise ValueError if the saved coordinates differ from the coordinates of this rank.
 
-        Args:
-            saved: A `Coordinates` object or a mapping from axis to (index, size). None, as in a state dict of a plain
-                torch optimizer, is accepted.
+        ``saved`` is a `Coordinates` object or a mapping from axis to (index, size); None, as in a state dict of a plain
+        torch optimizer, is accepted.
         """
         if saved is None:
             return
@@ -120,13 +113,9 @@ def check_caller(
     itself. They don't find states of shards or master weights, and save shards of different ranks as if they were
     replicas. Only the module that calls `state_dict` shows that these functions are used.
 
-    Args:
-        module: The name of the module that called `state_dict`.
-        where: The coordinates of this rank.
-        stepped: The stepped tensors.
-        given: The model parameters.
-        makes_states: True if optimizer states exist, or if the step with zero gradients that torch's functions run
-            creates them.
+    ``module`` is the name of the module that called `state_dict`, and ``where`` the coordinates of this rank.
+    ``makes_states`` is True if optimizer states exist, or if the step with zero gradients that torch's functions run
+    creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
         return
@@ -167,12 +156,7 @@ _RANGES = {
 
 
 def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a hyper-parameter of the param groups ``saved`` is out of range or has another type.
-
-    Args:
-        saved: The param groups of a saved state.
-        groups: The optimizer's param groups, whose hyper-parameters have the wanted types.
-    """
+    """Raise ValueError if a hyper-parameter of the param groups ``saved`` is out of range or has another type."""
     list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
     for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
         for name, value in new.items():
@@ -181,14 +165,7 @@ def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_hyper(name: str, value: object, now: object, where: str) -> None:
-    """Raise ValueError if the value of hyper-parameter ``name`` is out of range, or has another type than ``now``.
-
-    Args:
-        name: Name of the hyper-parameter, such as "lr".
-        value: The saved value.
-        now: The optimizer's current value.
-        where: The param group, for the error.
-    """
+    """Raise ValueError if the value of hyper-parameter ``name`` is out of range, or has another type than ``now``."""
     field = f"{where}[{name!r}]"
     check_text(name, f"a key of {where}")
     if name in _FLAGS and not (value is None or isinstance(value, bool)):
@@ -204,8 +181,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 def check_states(saved: object) -> None:
     """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`.
 
-    Args:
-        saved: The entry ``"state"`` of a state dict. Tensors are not checked, except a "step".
+    Tensors are not checked, except a "step".
     """
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
@@ -216,11 +192,7 @@ def check_states(saved: object) -> None:
 def check_state_value(name: str, value: object, where: str) -> None:
     """Raise ValueError if ``value`` is a NaN float, or if it is a "step" that is not a number from 0 to `MAX_COUNT`.
 
-    Args:
-        name: Key of the value in the optimizer state.
-        value: The value. A tensor is only checked if it is a "step"; then it must be 0-dim.
-        where: The name of the state in the error.
-    Host synchronization: one if ``value`` is a "step" on a device.
+    A tensor is only checked if it is a "step"; then it must be 0-dim, and is read on the host.
     """
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
     if isinstance(number, float) or name == "step":
@@ -287,15 +259,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
 class Saved:
     """The parts of a `ParallelOptimizer` that have a state, with methods that save, check and load the state dict.
 
-    Args:
-        optimizer: The wrapped torch optimizer.
-        chain: The parameter transforms.
-        precision: The precision mode.
-        loss_scale: The loss scale; None: the precision mode has no loss scale.
-        model_params: The model's parameters. Loading master weights changes them.
-        registry: The process groups of the mesh.
-        coordinates: The coordinates of this rank.
-        clip: The state of a clipping rule. None (default): there is no rule.
+    Loading master weights changes ``model_params``. ``clip`` is the state of a clipping rule; None: there is no rule.
     """
 
     optimizer: torch.optim.Optimizer
@@ -312,9 +276,6 @@ class Saved:
 
         ``"meshstep"`` has the precision mode, the loss scale, the transforms' entries (such as masters), this rank's
         coordinates, the state of the clipping rule if the rule has one, and ``counts``.
-
-        Args:
-            counts: Numbers of skipped steps, by name.
         Host synchronization: yes.
         """
         own = {
@@ -334,9 +295,9 @@ class Saved:
         If the precision mode has no masters and no loss scale, and without `Sharded`, the state of a plain torch
         optimizer is accepted as well. The result is then empty.
 
-        Raises:
-            ValueError: On every rank: the state of a rank does not fit. Nothing is changed.
-        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: yes.
+        On every rank, it raises ValueError and changes nothing if the state of a rank does not fit.
+        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights.
+        Host synchronization: yes.
         """
         inner, scale = self.optimizer, self.loss_scale
         backup, scale_backup = (
@@ -370,10 +331,7 @@ class Saved:
         return own or {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, with the name of the wrong entry, if `load` can't load ``state``; change nothing.
-
-        Collectives: none. Host synchronization: yes.
-        """
+        """Raise ValueError, with the name of the wrong entry, if `load` can't load ``state``; change nothing."""
         _all_there(partial(self._check, state))
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -398,11 +356,7 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """Load the parameter transforms' state on all ranks or on none. Call it last: masters overwrite weights.
-
-        Args:
-            own: The entry ``"meshstep"`` of the state; None: there is nothing to load.
-        """
+        """Load the parameter transforms' state on all ranks or on none. Call it last: masters overwrite weights."""
         model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
         backup = _cloned(self.chain.state_dict())
 
@@ -465,14 +419,8 @@ T = TypeVar("T")
 class Recipe:
     """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed; can be copied and pickled.
 
-    Args:
-        plain: A copy of the wrapped torch optimizer, without state, over the model's parameters.
-        attributes: Attributes of the wrapped optimizer that torch leaves out of copies.
-        annotations: The annotation (declared layout) of each parameter, which is not copied with the parameter; None:
-            the parameter has no annotation.
-        registry: The process groups of the mesh.
-        options: The other constructor arguments, by name.
-        state: The state dict of the `ParallelOptimizer`.
+    ``plain`` is a copy of the wrapped torch optimizer, without state, over the model's parameters. ``attributes`` are
+    those that torch leaves out of copies. ``annotations`` (declared layouts) are not copied with the parameters.
     """
 
     plain: torch.optim.Optimizer
@@ -507,10 +455,7 @@ class Recipe:
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    """Construct the optimizer of a recipe with ``make``, its class, load its state, and return it.
-
-    Errors and collectives are those of the constructor and of `load_state_dict`.
-    """
+    """Construct the optimizer of a recipe with ``make``, its class, load its state, and return it."""
     for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
         if annotation is not None:
             attach(param, annotation)
@@ -537,19 +482,15 @@ class PicklableOptimizer:
     # Hooks are registered on the wrapped optimizer, because the wrapped optimizer's methods call them.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register a hook that runs before `state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register a hook that runs after `state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register a hook that runs before `load_state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """Register a hook that runs after `load_state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def _recipe(self) -> Recipe:

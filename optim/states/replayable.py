@@ -103,13 +103,7 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an update.
-
-    Args:
-        update: Function that runs the update.
-        params: Copies of the values, gradients and optimizer states of the stepped tensors.
-        groups: Copies of the options of each param group.
-    """
+    """The inputs of an update."""
 
     update: Callable[[], object]
     params: dict[Tensor, _Values]
@@ -161,8 +155,7 @@ class UpdateRecorder(ParamTransform):
     def replay(self) -> list[str]:
         """Repeat the last update, and return the names of the tensors that it does not reproduce bitwise.
 
-        Raises:
-            RuntimeError: There are no copied inputs of an update.
+        It raises RuntimeError if there are no copied inputs.
         """
         if self._inputs is None:
             raise RuntimeError(

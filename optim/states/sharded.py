@@ -72,8 +72,6 @@ class ZeroBucket:
 
     Args:
         params: Model parameters of one dtype and device.
-        layout: The parameters' positions in the bucket, and its slices.
-        registry: The process groups of the mesh.
         axes: The mesh axes over which the bucket is sharded, one slice per rank.
         summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. If
             all axes are data axes, and ``tree`` is None, the sum is divided by the number of ranks.
@@ -82,14 +80,13 @@ class ZeroBucket:
         hook: The communication hook that sums gradients; not used with ``tree``.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
-        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None: the
-            order of the sum depends on the number of ranks.
+        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None: the order of
+            the sum depends on the number of ranks.
 
     Attributes:
-        segments: The segments of this rank's slice. A segment is a range of elements of one flattened parameter.
+        segments: The segments of this rank's slice: ranges of elements of flattened parameters.
         pieces: One shard per segment, a 1-dim parameter: a view of the model parameter, or a copy of the segment if the
             model parameter is not contiguous.
-        shards: The (segment, shard) pairs.
         gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
     """
 
@@ -160,7 +157,6 @@ class ZeroBucket:
         self._seen, self._piece_versions = now, self._look_at_pieces()
 
     def has_copies(self) -> bool:
-        """Return True if any shard is a copy."""
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
@@ -219,11 +215,9 @@ class ZeroBucket:
 
     @property
     def in_fixed_order(self) -> bool:
-        """Return True if `reduce` sums gradients in the order of ``sum_order="fixed"``."""
         return self._tree is not None
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
-        """Clear ``gradients`` and the parameters' gradients: set them to None, or with ``set_to_none=False`` to zeros."""
         clear_gradients(self.params, set_to_none)
         if self._tree is not None:
             self._tree.clear()
@@ -241,11 +235,7 @@ class ZeroBucket:
         gradient counts as zeros.
 
         With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets ``gradients``.
-
-        Args:
-            summed: True: sum over the axes even if the bucket's argument ``summed`` is False. Default False.
         Collectives: one reduce-scatter if gradients are summed (one all-to-all with ``sum_order="fixed"``), else none.
-        Host synchronization: none.
         """
         if self._tree is not None:
             add = self._tree.start(self._bucket.pack())
@@ -314,11 +304,7 @@ def reference_slice(
 ) -> list[Tensor]:
     """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks.
 
-    Args:
-        gradients: For each rank of the axis, the gradient per parameter of the bucket.
-        layout: The layout of the bucket.
-        rank: The rank's index on the axis.
-        average: True: divide the sum by the number of ranks.
+    ``gradients`` has, for each rank of the axis, the gradient per parameter of the bucket.
     """
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
     parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
@@ -333,13 +319,8 @@ def reference_sharded_step(
 ) -> None:
     """Step ``params`` in place as a reference for a sharded step: each optimizer steps its rank's slice of ``params``.
 
-    Gradients are averaged over the ranks.
-
-    Args:
-        params: The parameters of the bucket.
-        gradients: For each rank of the axis, the gradient per parameter.
-        layout: The layout of the bucket.
-        optimizers: For each rank, an optimizer over copies of its segments of ``params``.
+    ``gradients`` has, for each rank of the axis, the gradient per parameter. Each optimizer has copies of its rank's
+    segments of ``params``. Gradients are averaged over the ranks.
     """
     for rank, optimizer in enumerate(optimizers):
         copies = [copy for group in optimizer.param_groups for copy in group["params"]]
@@ -356,12 +337,7 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """The mesh axes over which a parameter's optimizer state is sharded, and whether its gradient is summed over them.
-
-    Args:
-        axes: The mesh axes over which the state is sharded. Default: none, not sharded.
-        summed: True if gradients must be summed over these axes. Default: False.
-    """
+    """The mesh axes over which a parameter's optimizer state is sharded, and whether its gradient is summed over them."""
 
     axes: tuple[str, ...] = ()
     summed: bool = False
@@ -377,12 +353,8 @@ def choose_sharded_axes(
     empty parameters are not sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be
     moved during backward.
 
-    Args:
-        entry: The parameter's entry in the plan.
-        axis: The argument ``axis`` of `Sharded`: an axis, or an alias of several axes.
-        topology: The mesh.
-        averages_data: True if meshstep averages gradients over the data axes.
-        gradients: The argument ``gradients`` of `Sharded`: True if backward reduces gradients into slices.
+    ``axis`` and ``gradients`` are the arguments of `Sharded`. ``averages_data`` is True if meshstep averages gradients
+    over the data axes.
     """
     spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
@@ -537,10 +509,9 @@ class Shards(ParamTransform):
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Make buckets and shards, and return this rank's shards of each parameter, with their offsets.
 
-        Raises:
-            ValueError: On every rank: ranks along the axis would shard different parameters, or the same ones in
-                different orders; or with ``gradients=True`` and ``sum_order="fixed"`` a parameter whose gradient must be
-                summed is not sharded over exactly the data axes.
+        On every rank, it raises ValueError if ranks along the axis would shard different parameters, or the same ones
+        in different orders; or if, with ``gradients=True`` and ``sum_order="fixed"``, a parameter whose gradient must
+        be summed is not sharded over exactly the data axes.
         Collectives: an object all-gather.
         """
         topology = self.registry.topology
@@ -603,8 +574,6 @@ class Shards(ParamTransform):
 
         Ranks with replicas of a parameter must shard it at the same offsets, even if their other parameters differ.
         Therefore all parameters in a bucket have the same layout over the mesh, the same dtype and the same device.
-
-        ``sharded`` has the decision for each parameter to shard, by its index in ``params``.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
@@ -652,10 +621,7 @@ class Shards(ParamTransform):
     def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
         """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
 
-        ``sharded`` has the decision for each parameter to shard, by its index in ``entries``.
-
-        Raises:
-            ValueError: As in `install`.
+        It raises ValueError as `install` does.
         Collectives: an object all-gather.
         """
         topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
@@ -698,8 +664,7 @@ class Shards(ParamTransform):
         With ``gradients=True`` it reduces each bucket, adds the result to this rank's slice of gradients, and frees the
         parameters' gradients. Otherwise it does nothing.
 
-        Raises:
-            RuntimeError: With ``gradients=True``, the gradients of the previous window have not been cleared.
+        With ``gradients=True``, the gradients of the previous window must have been cleared.
         """
         if self._reducer is None:
             yield
@@ -714,8 +679,7 @@ class Shards(ParamTransform):
     def catch_up(self, window: Window) -> None:
         """Reduce all buckets if ``gradients=True`` and this rank ran no micro-batch in the window; else do nothing.
 
-        Raises:
-            RuntimeError: With ``gradients=True``, the gradients of the previous window have not been cleared.
+        With ``gradients=True``, the gradients of the previous window must have been cleared.
         Collectives: one reduce-scatter per bucket whose gradients must be summed; with ``sum_order="fixed"`` one
             all-to-all instead.
         """
@@ -730,11 +694,8 @@ class Shards(ParamTransform):
     def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set the gradient of each shard. With ``gradients=False``, first reduce the gradients of the window.
 
-        Args:
-            window: The accumulation window that ends.
-            averaged: False if torch's data parallelism should have averaged the gradients, but did not.
-        Raises:
-            RuntimeError: With ``gradients=True``, some micro-batches of the window bypassed `micro_batch`.
+        ``averaged`` is False if torch's data parallelism should have averaged the gradients, but did not. With
+        ``gradients=True``, it raises RuntimeError if some micro-batches of the window bypassed `micro_batch`.
         Collectives: with ``gradients=False``, one reduce-scatter per bucket whose gradients must be summed. None for a
             bucket whose gradients `FixedOrderSum` has summed already (``sum_order="fixed"``).
         """
@@ -756,7 +717,6 @@ class Shards(ParamTransform):
                 piece.grad = gradient
 
     def _check_nothing_came(self) -> None:
-        """Raise RuntimeError if a parameter has a gradient, although backward has reduced and freed all gradients."""
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
@@ -799,7 +759,6 @@ class Shards(ParamTransform):
         return found
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of the shards and of the model's parameters."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 piece.grad = None if set_to_none else piece.grad
@@ -814,7 +773,6 @@ class Shards(ParamTransform):
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the optimizer states in ``state`` were not sharded in the same way."""
         saved, own = state.get("shards"), self.state_dict()["shards"]
         if saved != own:
             raise other_layout(saved, own)

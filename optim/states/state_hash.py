@@ -34,15 +34,10 @@ def hash_of_state(
 ) -> Tensor:
     """Return the hash of the training state, 0-dim int64 in [0, 2^63), equal on all ranks.
 
-    Args:
-        table: One record per stepped tensor (a tensor in the optimizer's param groups).
-        params: The model parameters, in the order of ``table.model_plan``; instead of DTensors, their local tensors.
-        states: One dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped
-            tensor, and at least one dim, holds one value per element. Any other tensor holds the state of a full tensor,
-            such as a step count.
-        others: Further tensors by name, equal on all ranks.
-        registry: The process groups of the mesh.
-        device: The device of the result.
+    ``params`` are the model parameters, in the order of ``table.model_plan``; instead of DTensors, their local tensors.
+    ``states`` has one dict of state tensors by name per stepped tensor. A tensor with as many elements as the stepped
+    tensor, and at least one dim, holds one value per element. Any other tensor holds the state of a full tensor, such
+    as a step count. ``others`` are further tensors, equal on all ranks.
     Collectives: one all-reduce over all ranks; none on a single rank. Host synchronization: none if all tensors are on
     ``device``; otherwise for copies between devices.
     """
@@ -74,8 +69,8 @@ def hash_of_state(
 def _hash(tensor: Tensor, region: Region | None, salt: str) -> Tensor:
     """Return the hash of a tensor's elements, 0-dim int64.
 
-    ``region`` is the part of the full tensor that ``tensor`` holds; None: ``tensor`` is a full tensor. Another ``salt``,
-    such as the name of the tensor, gives another hash.
+    ``region`` is the part of the full tensor that ``tensor`` holds; None: ``tensor`` is a full tensor. Each ``salt``
+    gives another hash.
     """
     start = int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little", signed=True)
     tensor = tensor.detach().resolve_neg()

@@ -45,13 +45,9 @@ from .wrapped_optimizer import has_step_hooks
 class FusedOptimizerSpec:
     """The description of a torch optimizer that the compiled C loops and the Triton kernels support.
 
-    Args:
-        kind: The formula of the update: Adam, SGD or Adagrad.
-        hyper: The param-group keys of the hyper-parameters, in the order of the kernels' arguments; ``"betas"`` has two
-            numbers.
-        states: The names of the optimizer's states, in the order of the kernels' arguments.
-        last: The param-group key that enables the last state. Default None: the last state always exists.
-        counted: True (default) if the optimizer counts the steps of each parameter.
+    The kernels take ``hyper`` (param-group keys; ``"betas"`` has two numbers) and ``states`` (names) in this order.
+    ``last`` is the param-group key that enables the last state (None: it always exists). ``counted`` is True if the
+    optimizer counts the steps of each parameter.
     """
 
     kind: Kind
@@ -82,11 +78,7 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 
 
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
-    """Return the initial value of all elements of a new optimizer state that has its parameter's shape.
-
-    It is 0 except for ``"sum"`` of `torch.optim.Adagrad` and ``"step_size"`` of `torch.optim.Rprop`. ``group`` is the
-    parameter's param group.
-    """
+    """Return the initial value of all elements of a new optimizer state that has its parameter's shape."""
     if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
         return float(optimizer.defaults["initial_accumulator_value"])  # torch also ignores a param group's own value
     if isinstance(optimizer, torch.optim.Rprop) and name == "step_size":
@@ -108,12 +100,8 @@ RowCache = dict[tuple[int, torch.device], "ParamRows"]
 class KernelCall(NamedTuple):
     """The arguments of one call of the compiled C loops or Triton kernels.
 
-    Args:
-        columns: The addresses and lengths of the tensors to step, their gradients and their states.
-        grad_dtype: The dtype of the gradients.
-        half_dtype: The dtype of ``halves``.
-        halves: Half-precision copies of stepped tensors, which the call writes too.
-        alive: Tensors that must stay allocated during the call, because ``columns`` has their addresses.
+    ``columns`` has addresses, so ``alive`` keeps their tensors allocated during the call. The call also writes
+    ``halves``, half-precision copies of stepped tensors.
     """
 
     columns: PointerColumns
@@ -127,7 +115,6 @@ class PointerTable:
     """A table of memory addresses with one row per tensor that the kernels step.
 
     Args:
-        params: The tensors that the kernels step.
         fixed: Five columns of addresses, with one address per tensor: the tensor, its three states, and its step count.
             The address of a missing state or count is 0.
         rests: For each bfloat16 tensor that is stepped as a float32 master, the address of its int16 remainder; 0 for
@@ -149,9 +136,8 @@ class PointerTable:
         Gradients that are lazily negated, are zeros without memory, or have another element order than their parameter
         are copied.
 
-        Args:
-            grads: The gradient of each row; at least one, all of the same dtype.
-            copies: The half-precision copies that the call may write; None: it writes none.
+        ``grads`` has one gradient per row, at least one, all of the same dtype. ``copies`` are the half-precision
+        copies that the call may write; None: it writes none.
         """
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
@@ -198,16 +184,8 @@ class PointerTable:
 class ParamRows:
     """The rows of one param group, and the group's parameters that have no row.
 
-    A row contains the addresses of a parameter and its states for the kernels.
-
-    Args:
-        all_params: All parameters of the group.
-        state: The optimizer's ``state``.
-        names: The names of the states, from `states_in`.
-        table: The rows.
-        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
-        without_grad: Parameters without a row that have neither a gradient nor a state.
-        unsupported: Parameters without a row because the kernels do not support them or their states.
+    ``without_grad`` are parameters that have neither a gradient nor a state. ``unsupported`` are parameters whose kind
+    or states the kernels do not support.
     """
 
     def __init__(
@@ -249,8 +227,6 @@ class ParamRows:
         Parameters, states and remainders must be the same tensors at the same addresses as in the call of `keep`.
         Parameters and remainders must also have the same dtypes, shapes and strides. ``state`` must have no new
         entries. No parameter that had neither a gradient nor a state may have a gradient now.
-
-        ``params`` are the group's parameters now. The other arguments are those of the constructor.
         """
         now = self._values_now()
         return (
@@ -336,13 +312,8 @@ def update_by_loops(
 ) -> None:
     """Update the tensors of ``columns`` in place, with one call of the loops.
 
-    Args:
-        kind: The formula of the update: Adam, SGD or Adagrad.
-        columns: The addresses and lengths of the tensors, gradients and states.
-        hyper: The param group's hyper-parameters, from `numbers_in`.
-        factor: The factor on gradients; negative to maximize.
-        found_inf: 0-dim float32 on the CPU; 1 skips the update.
-        half_dtype: The dtype of the half-precision copies in ``columns``. Default bfloat16.
+    ``factor`` multiplies the gradients; it is negative to maximize. ``found_inf`` is 0-dim float32 on the CPU; 1 skips
+    the update.
     Raises:
         MemoryError: The loops could not allocate memory.
     """
@@ -397,9 +368,8 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the C loops or the Triton kernels can step the optimizer.
 
-    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS`, with ``fused=True`` and without ``differentiable``. It
-    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether the kernels can
-    read a 0-dim tensor, must be True for every hyper-parameter that is a tensor, such as ``lr``.
+    It must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether the kernels
+    can read a 0-dim tensor, must be True for every hyper-parameter that is a tensor, such as ``lr``.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
@@ -423,9 +393,6 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 
     It is the fast path of `step_by_loops`. It returns False if the loops can't step all parameters, or if cached rows
     can't be reused. ``request`` must have no split weights.
-
-    Raises:
-        MemoryError: The loops could not allocate memory.
     """
     loops = loops_for(optimizer, request.skip, request.factor)
     if loops is None or any(rows.unsupported for rows in cache.values()):
@@ -447,16 +414,8 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
     """Step all parameters that the compiled loops support, and return the parameters that torch must step.
 
-    If ``request.skip`` is 1, no value changes; missing states are created.
-
-    Args:
-        loops: The result of `loops_for` for the optimizer.
-        request: The inputs of the update; ``skip`` and ``factor`` must be on the CPU.
-        cache: The rows of earlier steps. Rows that can't be reused are replaced.
-    Returns:
-        For each param group, the parameters with gradients that were not stepped.
-    Raises:
-        MemoryError: The loops could not allocate memory.
+    If ``request.skip`` is 1, no value changes; missing states are created. ``request.skip`` and ``request.factor`` must
+    be on the CPU. Rows in ``cache`` that can't be reused are replaced.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
     taken = [split_supported(rows, request.low_precision_out) for rows in groups]
@@ -473,8 +432,6 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
     New rows are stored in ``cache``, unless param groups hold only a bucket of the parameters (`by_bucket.holding`).
     For new rows, missing states of supported parameters with a gradient or some state are created: the step count is 0,
     and other states are filled with `first_value`.
-
-    ``remainders`` are the int16 remainders of bfloat16 weights that are stepped as float32 masters.
     """
     spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = find_valid_rows(optimizer, device, remainders, cache)
@@ -498,16 +455,10 @@ def _rows(
 ) -> ParamRows:
     """Return new rows of one param group.
 
-    A parameter gets a row if it has a gradient or a state, is no instance of a subclass other than ``nn.Parameter``, has
-    no gaps in memory, is on ``device``, has float32 states, and is float32, or bfloat16 with a remainder. torch steps the
-    other parameters. Missing states of parameters with a row are created. Their states and remainders get the element
-    order of the parameters.
-
-    Args:
-        all_params: All parameters of the group.
-        first: The initial value of each state by name, in the order of the kernels.
-        device: The device of the kernels.
-        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
+    A parameter gets a row if it has a gradient or a state, is no instance of a subclass other than ``nn.Parameter``,
+    has no gaps in memory, is on ``device``, has float32 states, and is float32, or bfloat16 with a remainder. Missing
+    states of such parameters are created; ``first`` has their initial values by name, in the order of the kernels.
+    Their states and remainders get the element order of the parameters.
     """
     names = tuple(first)
     params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -560,10 +511,6 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
     """Return kernel calls for all rows with supported gradients, and the parameters that torch must step.
 
     There is one call per gradient dtype. Parameters without a gradient are neither in a call nor in the second list.
-
-    Args:
-        rows: The rows of a param group.
-        copies: The half-precision copies that the calls may write; None: they write none.
     """
     table, grads = rows.table, [param.grad for param in rows.table.params]
     there = [grad for grad in grads if grad is not None]
@@ -590,6 +537,5 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
 
 
 def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:
-    """Return a table with the rows for which ``chosen`` is True."""
     rests = None if table.rests is None else list(compress(table.rests, chosen))
     return PointerTable(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)

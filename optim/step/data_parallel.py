@@ -34,12 +34,7 @@ def check_gradient_reduction(
     sum_order: SumOrder,
     accumulation_steps: int | None,
 ) -> None:
-    """Check the arguments of `ParallelOptimizer` for gradient reduction. ``modules`` are those in ``data_parallel=``.
-
-    Raises:
-        ValueError: An argument is out of range, or two arguments are incompatible.
-        TypeError: ``compression`` is not a `CommHook`.
-    """
+    """Check the arguments of `ParallelOptimizer` for gradient reduction. ``modules`` are those in ``data_parallel=``."""
     if overlap and modules:
         raise ValueError(
             f"overlap=True with data_parallel={type(modules[0]).__name__}: the module reduces gradients during backward "
@@ -83,11 +78,6 @@ def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor
     """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
 
     This concerns DTensors, and parameters that are not replicated over the data axes.
-
-    Args:
-        entries: The layouts of ``params``.
-        params: The model's parameters.
-        topology: The topology.
     """
     for entry, param in zip(entries, params, strict=True):
         if entry.trained and has_dtensors((param,)):
@@ -148,20 +138,13 @@ class GradSyncController(ABC):
         return None
 
     def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional to override)
-        """Put the gradients of ``params`` into ``.grad`` at the end of a window.
-
-        Default: no effect, because backward has put them there.
-        """
+        """Put the gradients of ``params`` into ``.grad`` at the end of a window."""
 
     def clear(self) -> None:  # noqa: B027 (optional to override)
         """Clear gradients that the module keeps outside ``.grad``. Default: no effect."""
 
     def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (optional to override)
-        """Raise RuntimeError if the module keeps gradients that `zero_grad` can't clear. Default: no error.
-
-        Args:
-            sync_skipped: True if the gradients of the last micro-batch were not reduced.
-        """
+        """Raise RuntimeError if the module keeps gradients that `zero_grad` can't clear. Default: no error."""
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
@@ -182,11 +165,7 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """The controller for ``overlap=True``: gradient buckets are reduced in the backward of a window's last micro-batch.
-
-    Args:
-        reducer: Reduces the buckets.
-    """
+    """The controller for ``overlap=True``: gradient buckets are reduced in the backward of a window's last micro-batch."""
 
     completes_failed_backward = True
 
@@ -197,8 +176,8 @@ class OverlappedReduce(GradSyncController):
     def micro_batch(self, window: Window) -> Iterator[None]:
         """Return a context manager around the backward of one micro-batch.
 
-        Raises:
-            RuntimeError: An earlier backward of the window has reduced gradients already; they would be reduced twice.
+        It raises RuntimeError if an earlier backward of the window has reduced the gradients: they would be reduced
+        twice.
         """
         if self.on and window.reduced:
             raise RuntimeError(
@@ -218,8 +197,7 @@ class OverlappedReduce(GradSyncController):
     def averages(self, window: Window) -> bool:
         """Return True, because `step` reduces the gradients that backward has not reduced.
 
-        Raises:
-            RuntimeError: A backward outside of `micro_batch` added a gradient after its bucket was reduced.
+        It raises RuntimeError if a backward outside of `micro_batch` added a gradient after its bucket was reduced.
         """
         if window.reduced:
             self._reducer.check_no_stray()
@@ -235,9 +213,6 @@ class FixedOrderSync(GradSyncController):
     """The controller for ``sum_order="fixed"``: gradients are summed over micro-batches and data ranks in a fixed order.
 
     It takes each micro-batch's gradients out of the parameters, and sets the sums at the end of the window.
-
-    Args:
-        total: Sums the gradients over the micro-batches of all data ranks.
     """
 
     def __init__(self, total: FixedOrderSum) -> None:
@@ -250,8 +225,8 @@ class FixedOrderSync(GradSyncController):
     def micro_batch(self, window: Window) -> Iterator[None]:
         """Return a context manager around one micro-batch.
 
-        Raises:
-            RuntimeError: Parameters have gradients before the backward. They would count as part of this micro-batch.
+        It raises RuntimeError if parameters have gradients before the backward: they would count as part of this
+        micro-batch.
         """
         window.reduced = True
         if window.micro_batches == 1:
@@ -269,7 +244,7 @@ class FixedOrderSync(GradSyncController):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Set gradients to sums over the micro-batches of all data ranks, or give slices of sums to buckets of `Sharded`.
+        """Set gradients to sums over the micro-batches of all data ranks, or give slices of them to buckets of `Sharded`.
 
         Collectives: those of `FixedOrderSum.finish`.
         """
@@ -289,11 +264,8 @@ class FixedOrderSync(GradSyncController):
 class TorchGradSync(GradSyncController):
     """The controller for torch's data-parallel modules, `DistributedDataParallel` (DDP) and `fully_shard`.
 
-    Args:
-        modules: DDP modules or `fully_shard` modules, possibly inside wrappers (``torch.compile``, a framework's
-            wrapper). All must be of one kind. Pass several modules if a rank has several pipeline stages.
-    Raises:
-        TypeError: A module is of neither kind, or the kinds differ.
+    Modules may be inside wrappers (``torch.compile``, a framework's wrapper), and all must be of one kind. A rank with
+    several pipeline stages has several modules.
     """
 
     in_backward = True
@@ -325,8 +297,8 @@ class TorchGradSync(GradSyncController):
     def micro_batch(self, window: Window) -> Iterator[None]:
         """Return a context manager around one micro-batch.
 
-        Raises:
-            RuntimeError: An earlier backward raised within a `fully_shard` module. torch's hooks then reduce only some
+        An earlier backward that raised within a `fully_shard` module is an error: torch's hooks then reduce only some
+        gradients until ``reset_iter_state`` of the module is called.
                 gradients until ``reset_iter_state`` of the module is called.
         """
         if not self.is_ddp and any(map(has_aborted_backward, self.modules)):
@@ -388,9 +360,8 @@ class TorchGradSync(GradSyncController):
 
         Gradients that DDP averaged in earlier micro-batches are equal on all ranks; averaging again changes them by
         rounding only.
-
-        Raises:
-            RuntimeError: `fully_shard` did not reduce gradients in the last micro-batch; only its backward can do so.
+        It raises RuntimeError if `fully_shard` did not reduce gradients in the last micro-batch; only its backward can
+        do so.
         """
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
@@ -443,14 +414,8 @@ def find_misplaced_ddp(
     Such a DDP overwrites the shards with those of its first rank, and averages the gradients of different shards. The
     function searches all modules of the process, because a parameter has no reference to its DDP module. Parameters
     that the DDP ignores are accepted.
-
-    Args:
-        params: The model's parameters.
-        entries: The layouts of ``params``, in the same order.
-        registry: The process groups of the mesh.
-    Returns:
-        The parameter's name and the ranks of the DDP's process group; None: no such parameter was found.
-    Collectives: none. Host synchronization: none.
+    Return the parameter's name and the ranks of the DDP's process group. ``entries`` are the layouts of ``params``, in
+    the same order.
     """
     topology = registry.topology
     sharded: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -527,11 +492,6 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     """Return the controller for torch's or Megatron's data-parallel modules; None if ``modules`` is empty.
 
     Megatron's class is recognized by its methods, without an import of Megatron.
-
-    Raises:
-        ValueError: Megatron's module is configured for a feature that this library provides, or to sum gradients.
-        TypeError: A module is no data-parallel module, the kinds of modules differ, or there are several modules and
-            one of them is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
@@ -548,12 +508,7 @@ class MegatronGradSync(TorchGradSync):
     """The controller for Megatron's `DistributedDataParallel`: its gradient buffers are reduced at the end of a window.
 
     With Megatron's ``overlap_grad_reduce``, the buffers are reduced while the backward of the last micro-batch runs.
-
-    Args:
-        module: Megatron's `DistributedDataParallel`.
-    Raises:
-        ValueError: The module's config enables a feature that this library provides, or sums gradients instead of
-            averaging them.
+    The module's config must not enable a feature that this library provides, nor sum gradients instead of averaging.
     """
 
     is_ddp, in_backward = True, False  # without overlap the reduction runs in `hand_over`
@@ -613,11 +568,7 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Finish the reduction of Megatron's gradient buffers, and alias ``.grad`` to ``main_grad`` where it exists.
-
-        Collectives: those of Megatron's ``finish_grad_sync``. With ``overlap_grad_reduce`` it waits for the reductions
-            that backward started.
-        """
+        """Finish the reduction of Megatron's gradient buffers, and alias ``.grad`` to ``main_grad`` where it exists."""
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
@@ -626,7 +577,6 @@ class MegatronGradSync(TorchGradSync):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around a micro-batch. On entry it sets ``.grad`` to None if ``main_grad`` exists."""
         self._take_away()
         with super().micro_batch(window):
             yield

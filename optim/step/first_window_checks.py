@@ -72,10 +72,7 @@ class GradientReport(NamedTuple):
     ) -> GradientReport:
         """Return the report of this rank. Call it before gradients are moved to other tensors, such as master weights.
 
-        Args:
-            params: The model's parameters.
-            param_groups: The optimizer's param groups, for the checks of `check_in_first_window`. Default None: these
-                checks do not run.
+        If ``param_groups`` is None, the checks of `check_in_first_window` do not run.
         Host synchronization: up to one per gradient if gradients bypassed the optimizer, and those of the checks.
         """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
@@ -107,8 +104,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     Raises:
         RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
             the optimizer's first step; or a pipeline schedule divided gradients twice.
-        ValueError: A report has the message of an error (`GradientReport.wrong`), for example because the gradient of a
-            DTensor has an unsupported layout, or a `DistributedDataParallel` wraps a sharded parameter.
+        ValueError: A report has the message of an error (`GradientReport.wrong`).
     """
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:
@@ -148,12 +144,7 @@ OnMissingParams = Literal["raise", "warn"]
 
 
 class ModelParams:
-    """A check for trainable parameters of the model that no optimizer has.
-
-    Args:
-        modules: The modules that the optimizer should train. Empty: the check does nothing.
-        on_missing: The argument ``on_missing_params`` of `ParallelOptimizer`.
-    """
+    """A check for trainable parameters of the model that no optimizer has."""
 
     def __init__(self, modules: Iterable[nn.Module], on_missing: OnMissingParams) -> None:
         self.modules, self.on_missing = list(modules), on_missing
@@ -196,12 +187,6 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
     gradients of a rank were written to, the function does not warn, because such writes are usually intended. Without a
     loss scale it does not warn either if gradients were already reduced: on a single rank, or averaged over all ranks
     in backward. Gradients that are DTensors are not observed.
-
-    Args:
-        seen: The reports of all ranks.
-        topology: The topology.
-        scaled: True if there is a loss scale.
-        averaged: True if backward averaged the gradients over the data axes.
     """
     others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
@@ -223,10 +208,8 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
 
     Call it only if ``accumulation_steps`` is set.
 
-    Raises:
-        RuntimeError: On every rank: a rank has non-zero gradients from other calls than `backward` and `window`. On
-            this rank only: the all-gather failed, because other ranks have micro-batches in their window and do not
-            call it.
+    A failed all-gather means that other ranks have micro-batches in their window and do not call this function.
+
     Collectives: an object all-gather. Host synchronization: yes.
     """
     try:
@@ -254,11 +237,9 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
 def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -> None:
     """Raise RuntimeError on every rank if other code wrote weights on a rank and the step would overwrite these values.
 
-    Args:
-        names: For each global rank the name of a parameter whose weights were written, or None
-            (`TransformChain.find_overwritten`).
-        has_fingerprints: True if `Fingerprints` compare replicas. A name on exactly one of several ranks is then not an
-            error here: it may be a flipped bit, for which `Fingerprints` report the tensor and the rank.
+    ``names`` has the result of `TransformChain.find_overwritten` on each global rank. With ``has_fingerprints``, a name
+    on exactly one of several ranks is not an error here: it may be a flipped bit, for which `Fingerprints` report the
+    tensor and the rank.
     """
     if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
         return
@@ -284,15 +265,8 @@ class UnusedParameters:
 
     The windows are the first ones after the optimizer was made, or after param groups were added or refreshed.
 
-    Args:
-        params: The model's parameters, in the order of the plan's entries.
-        plan: The reduction plan of the model's parameters, compared over all ranks.
-        registry: The process groups of the mesh.
-        reduces_in_backward: True if gradients may be reduced, moved or cleared before a window ends, so that hooks must
-            record the parameters with a gradient.
-
-    Attributes:
-        windows: The number of windows that have ended.
+    ``params`` are in the order of the plan's entries. With ``reduces_in_backward``, gradients may be reduced, moved or
+    cleared before a window ends, so hooks record the parameters with a gradient.
     """
 
     def __init__(
@@ -311,14 +285,8 @@ class UnusedParameters:
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
         """Record which parameters have a gradient. Call it at the end of each window, before `step` reduces gradients.
 
-        Args:
-            overwritten: In the last window, the name of a parameter of this rank whose weights the step would
-                overwrite. Default None: no parameter.
-            has_fingerprints: The argument of `check_not_overwritten`. Default False.
-        Returns:
-            True if more windows must be checked; False after window `WINDOWS`.
-        Raises:
-            RuntimeError: On every rank, in the last window, if `check_not_overwritten` rejects ``overwritten`` of a rank.
+        Return True if more windows must be checked. ``overwritten`` is the name of a parameter whose weights the step
+        would overwrite, given to `check_not_overwritten` in the last window.
         Collectives, host synchronization: an object all-gather in the last window, otherwise none.
         """
         if self._arrived is None:

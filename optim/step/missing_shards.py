@@ -29,10 +29,8 @@ from ..norm.param_table import ParamTable, SteppedTensor
 class MissingShards:
     """The update of this rank's shards without a gradient, with zero gradients if another shard has a gradient.
 
-    Args:
-        table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
-        device: The device of the tensor that `field` returns.
-        with_empty: True: empty shards get a flag in `filled` too, because full-tensor optimizers have states for them.
+    If any parameter is sharded, the model plan of ``table`` must have parameter names. With ``with_empty``, empty
+    shards get a flag in `filled` too, because full-tensor optimizers have states for them.
     """
 
     def __init__(self, table: ParamTable, device: torch.device, with_empty: bool) -> None:
@@ -50,12 +48,8 @@ class MissingShards:
     def field(self) -> dict[str, Tensor]:
         """Return, for each logical parameter, this rank's number of shards with a gradient, to be summed over all ranks.
 
-        Call it after the gradients were reduced.
-
-        Returns:
-            A dict with one 1-dim float64 tensor, a field of the all-reduce of the norm. Empty if all parameters are
-            replicated and there is one pipeline stage.
-        Host synchronization: none.
+        Call it after the gradients were reduced. The dict has one 1-dim float64 tensor, a field of the all-reduce of
+        the norm. It is empty if all parameters are replicated and there is one pipeline stage.
         """
         if not self._count:
             return {}
@@ -74,13 +68,9 @@ class MissingShards:
     def filled(self, counts: Tensor | None, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
         """Return a context manager in which this rank's shards without a gradient have gradients of zeros.
 
-        Args:
-            counts: The sum of `field` over all ranks; None if `field` was empty.
-            skip: 0-dim; 1: the update of all tensors is skipped.
-        Yields:
-            A dict from each stepped tensor that got a gradient of zeros to a 0-dim flag. The flag is 1, to skip the update
-            of the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient on any rank.
-        Host synchronization: none if ``counts`` and ``skip`` are on the device of this object.
+        It yields a dict from each stepped tensor that got a gradient of zeros to a 0-dim flag. The flag is 1, to skip
+        the update of the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient on any rank.
+        ``counts`` is the sum of `field` over all ranks; None if `field` was empty.
         """
         missing = self._missing
         if counts is None or not missing:

@@ -98,12 +98,9 @@ class SkipMonitor:
     ) -> str | None:
         """Count one step before its update. The step is skipped if ``decision.skipped`` is 1.
 
-        Args:
-            decision: The step decision.
-            on_nonfinite: The reaction to a non-finite gradient norm.
-            captured: True if a CUDA graph captures the step. Replays of the graph then update the counts, and only
-                `poll` reads them.
-            facts: This rank's settings that the step compares between ranks. Default None: nothing is compared.
+        ``captured`` is True if a CUDA graph captures the step: replays then update the counts, and only `poll` reads
+        them. ``facts`` are this rank's settings that the step compares between ranks.
+
         Returns:
             The reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None: training
             continues.
@@ -191,7 +188,6 @@ class SkipMonitor:
             self._disagreed.add_(stats.ranks_disagree)
 
     def _copy_to_host(self, facts: Facts | None) -> None:
-        """Start a copy of the counts to the host without waiting, and keep ``facts`` for the same step."""
         slot = self._step % LAG
         self._sent[slot] = facts
         self._copies[slot].copy_(self.counts, non_blocking=True)

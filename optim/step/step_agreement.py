@@ -37,8 +37,7 @@ MASK = 2**BITS - 1
 def hash_of(*fact: object) -> int:
     """Return a hash of ``fact``, an integer below 2^`BITS` = 2^28 that is equal in every process.
 
-    Args:
-        fact: Objects whose `repr` contains their whole value.
+    ``fact`` are objects whose `repr` contains their whole value.
     """
     digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
     return int(digest & MASK)
@@ -52,12 +51,9 @@ EXPLICIT = "explicit clipping"
 class ClipFacts(NamedTuple):
     """The clipping rules and thresholds of one rank in one step.
 
-    Args:
-        explicit: The rules of explicit clips in the accumulation window, which are calls such as `clip_grad_by_norm`,
-            in the order of the calls. Default: none.
-        rule: The rule from the optimizer's ``max_norm``; not compared if the window has an explicit clip. Default None:
-            no rule.
-        thresholds: ``max_norm`` of each param group; empty (default) if ranks have different numbers of groups.
+    ``explicit`` has the rules of explicit clips in the window, such as `clip_grad_by_norm`, in the order of the calls.
+    ``rule``, from the optimizer's ``max_norm``, is not compared if there is an explicit clip. ``thresholds`` has
+    ``max_norm`` of each param group; it is empty if ranks have different numbers of groups.
     """
 
     explicit: tuple[Clip | None, ...] = ()
@@ -77,10 +73,8 @@ class ClipFacts(NamedTuple):
 class UsedClip:
     """The clipping rules and thresholds of this rank, and a hash of them, which `read` updates.
 
-    Args:
-        rule: The rule from the optimizer's ``max_norm``; None: no rule.
-        all_groups: True if every rank has all param groups. False: thresholds of param groups are not compared, and
-            `AgreedThresholds.now` raises an error on a rank whose thresholds change.
+    With ``all_groups=False``, ranks may have different param groups: the thresholds of param groups are not compared,
+    and `AgreedThresholds.now` raises an error on a rank whose thresholds change.
 
     Attributes:
         number: A hash below 2^28, equal on ranks with equal clipping.
@@ -99,12 +93,12 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the rule from the optimizer's ``max_norm``. Host synchronization: none."""
+        """Replace the rule from the optimizer's ``max_norm``."""
         self._of_rule = hash_of("max_norm", _rule_text(rule, reads_devices=False))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts`, `number` and `tensors`; return True if they were computed anew. Host synchronization: none.
+        """Update `facts`, `number` and `tensors`; return True if they were computed anew.
 
         ``explicit`` has the rules of explicit clips in the window. The thresholds are the ``max_norm`` of the param groups.
         """
@@ -190,10 +184,8 @@ SINCE = "ranks disagree about a step, which was skipped on all of them"
 class ParamFacts(NamedTuple):
     """Indices of one rank's parameters whose state in one step must be equal on other ranks.
 
-    Args:
-        frozen: Parameters that were frozen since param groups were last added or refreshed. Default: none.
-        thawed: Parameters that were unfrozen since then, which is an error. Default: none.
-        without_gradient: Parameters in `StepAgreement.replicated` without a gradient. Default: none.
+    ``frozen`` and ``thawed`` parameters were frozen or unfrozen since param groups were last added or refreshed;
+    unfreezing is an error. ``without_gradient`` has parameters in `StepAgreement.replicated`.
     """
 
     frozen: tuple[int, ...] = ()
@@ -204,12 +196,10 @@ class ParamFacts(NamedTuple):
 class ErrorFacts(NamedTuple):
     """The errors of one rank that the next step reports to the other ranks.
 
-    Args:
-        now: The class name and text of an error that this rank raises at the end of the step; the step is skipped on
-            all ranks. Default None: no error.
-        failed: The number of earlier steps and explicit clips in which this rank raised an error at once, so that it
-            left out some of their collectives or did not update its weights. It must be equal on all ranks. Default: 0.
-        last: The class name and text of the last of these errors. Default: empty.
+    ``now`` is the class name and text of an error that this rank raises at the end of the step; the step is skipped on
+    all ranks. ``failed`` is the number of earlier steps and explicit clips in which this rank raised an error at once,
+    so that it left out some of their collectives or did not update its weights; it must be equal on all ranks. ``last``
+    is the class name and text of the last of these errors.
     """
 
     now: str | None = None
@@ -223,15 +213,8 @@ NO_ERRORS = ErrorFacts()
 class Facts(NamedTuple):
     """One rank's values in one step that must be equal on other ranks.
 
-    Args:
-        micro_batches: The number of micro-batches in the accumulation window.
-        weighted: True if the micro-batches have weights.
-        settings: The settings of each compared param group. Default: none.
-        params: The parameters that are frozen, unfrozen or without a gradient. Default: none.
-        weight: The sum of the micro-batches' weights; a text if it is a tensor on a device; None (default): not
-            compared.
-        clip: The clipping rules and thresholds. Default: no clipping.
-        errors: The errors of this rank. Default: none.
+    ``weighted`` is True if the micro-batches have weights. ``weight`` is the sum of these weights; a text if it is a
+    tensor on a device; None: not compared.
     """
 
     micro_batches: int
@@ -246,13 +229,8 @@ class Facts(NamedTuple):
 class NamedFacts(NamedTuple):
     """The values in a rank's `Facts` as text, by name, for error messages. Equal names are compared between ranks.
 
-    Args:
-        facts: Settings by name.
-        frozen: Names of frozen parameters. Default: none.
-        thawed: Names of unfrozen parameters. Default: none.
-        without_gradient: One text per parameter without a gradient: its name, and the mesh coordinates that the ranks
-            with its replicas have in common. Default: none.
-        error: The class name and text of this rank's error in the step. Default None: no error.
+    ``without_gradient`` has one text per parameter without a gradient: its name, and the mesh coordinates that the
+    ranks with its replicas have in common. ``error`` is the class name and text of this rank's error in the step.
     """
 
     facts: Mapping[str, str]
@@ -265,10 +243,9 @@ class NamedFacts(NamedTuple):
 class _Class(NamedTuple):
     """A set of ranks that must have equal values of one kind, such as settings of a param group.
 
-    Args:
-        coefficient: The factor of this rank's hashes: 1 - n on the first of the n ranks, 1 on the others. It is 0 if n
-            is 1, or if the process group is a fake.
-        label: A hash of the ranks and the kind, so that equal values of different sets have different hashes.
+    ``coefficient`` is the factor of this rank's hashes: 1 - n on the first of the n ranks, 1 on the others, 0 if n is 1
+    or if the process group is a fake. ``label`` is a hash of the ranks and the kind, so that equal values of different
+    sets have different hashes.
     """
 
     coefficient: int
@@ -300,10 +277,6 @@ class Settings(NamedTuple):
 class _Group:
     """The settings of one param group, such as its learning rate, with a hash, which `read` updates.
 
-    Args:
-        index: The index of the param group.
-        ranks: The ranks that must have equal settings.
-
     Attributes:
         number: The sum of the hashes of the settings.
         settings: The settings at the last call of `read`.
@@ -319,7 +292,7 @@ class _Group:
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Read the present settings of ``group``, and return True if `number` has changed. Host synchronization: none."""
+        """Read the present settings of ``group``, and return True if `number` has changed."""
         before = self.settings.values
         if len(before) == len(group) and all(map(is_, group.values(), before)):
             if not self._mutable:
@@ -398,9 +371,7 @@ class StepAgreement:
 
     Args:
         plan: The plan of the model's parameters, compared over all ranks (`norm.plan_agreement.agree`).
-        registry: The process groups of the mesh.
-        optimizer: The optimizer. A param group is compared between the ranks of a pipeline stage that have parameters in
-            the group.
+        optimizer: A param group is compared between the ranks of a pipeline stage that have parameters in the group.
         groups: For each rank, the indices of its param groups that have parameters.
         rule: The optimizer's clipping rule. None: it does not clip.
         all_groups: True if every rank has all param groups, so that their ``max_norm`` can be compared.
@@ -475,11 +446,8 @@ class StepAgreement:
         updates it. So does the error ``errors.now``. Settings that are tensors on a device are compared by `of_tensors`
         instead.
 
-        Args:
-            micro_batches: The number of micro-batches in the window.
-            weight: The sum of the micro-batches' weights; None: they have no weights.
-            explicit: The rules of explicit clips in the window. Default: none.
-        Collectives: none. Host synchronization: none.
+        ``weight`` is the sum of the micro-batches' weights; None: they have no weights. ``explicit`` has the rules of
+        explicit clips in the window.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
@@ -565,11 +533,8 @@ class StepAgreement:
     def of_tensors(self, device: torch.device) -> Tensor | None:
         """Return this rank's summand for settings and thresholds in device tensors, 0-dim float64; None if there are none.
 
-        Call it after `number`, to whose result it must be added. Collectives: none.
-
-        Args:
-            device: The device of the result.
-        Host synchronization: none if the tensors are on ``device``.
+        Call it after `number`, to whose result it must be added. Host synchronization: none if the tensors are on
+        ``device``.
         """
         terms = [
             ranks.coefficient * _hashed(value, salt).to(device, non_blocking=True)
@@ -623,9 +588,9 @@ class StepAgreement:
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
         """Return an error that lists the values that differ between ranks. Every rank must call it; all errors are equal.
 
-        Args:
-            facts: This rank's values in the step in which ranks disagreed. Default None: the values in `sent`.
-            since: The first part of the message: the effect on the step. Default: the step was skipped on all ranks.
+        ``facts`` are this rank's values in the step in which ranks disagreed; None: the values in `sent`. ``since`` is
+        the first part of the message: the effect on the step.
+
         Collectives: an object all-gather; at most one more if a parameter is frozen or has no gradient.
         Host synchronization: yes.
         """
@@ -737,10 +702,7 @@ def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]
 
 
 def _hashed(tensor: Tensor, salt: int) -> Tensor:
-    """Return a hash of a tensor's bits and ``salt``: an integer below 2^28, 0-dim float64 on the tensor's device.
-
-    Host synchronization: none.
-    """
+    """Return a hash of a tensor's bits and ``salt``: an integer below 2^28, 0-dim float64 on the tensor's device."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = splitmix64_finalizer(words + salt)

@@ -37,9 +37,8 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     torch's Adam requires ``capturable`` in a capture. It is set only then, because torch warns about it without a
     graph.
 
-    Raises:
-        RuntimeError: A CUDA graph captures the update, other parameters have states, and a parameter has its first
-            gradient, for which the optimizer would create a state.
+    It raises RuntimeError if other parameters have states and a parameter has its first gradient, for which each replay
+    would create a state.
     """
     if not is_captured():
         yield
@@ -84,10 +83,6 @@ class FusedStepCountMode(TorchDispatchMode):
 
     torch itself adds 1 to all counts and, after the update, subtracts one ``found_inf`` tensor per count, which takes
     more kernel launches. With a torch version that counts in another way, the mode changes nothing.
-
-    Args:
-        optimizer: The optimizer whose `step` is called in the context.
-        found_inf: 0-dim float32, 0 or 1.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
@@ -126,13 +121,7 @@ class FusedStepCountMode(TorchDispatchMode):
 
 @dataclass
 class _LaidOut:
-    """A record of the tensors whose strides `lay_out_all` has checked in earlier steps.
-
-    Args:
-        states: The values in the optimizer's states.
-        params: The signature of the parameters: types, dtypes, shapes and strides.
-        gradients: The signature of the gradients, by dtype of the first gradient. Default: empty.
-    """
+    """A record of the tensors whose strides `lay_out_all` has checked in earlier steps."""
 
     states: list[object]
     params: Signature
@@ -257,10 +246,7 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     """Call `step` of an optimizer that accepts a skip flag: a fused torch optimizer, `Lion`, or a full-tensor optimizer.
 
-    Args:
-        optimizer: An optimizer for which `steps_on_device` is True.
-        found_inf: 0-dim; 1 skips the update, 0 does not.
-        factor: 0-dim factor by which gradients are multiplied before the update; None: 1.
+    ``found_inf`` is 0-dim; 1 skips the update. ``factor`` is a 0-dim factor on gradients; None: 1.
     Collectives, host synchronization: those of full-tensor optimizers; none with other optimizers.
     """
     params = params_of(optimizer)
@@ -285,12 +271,10 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters in the optimizer's param groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-    """Return the parameters of a param group that have a gradient and no momentum buffer."""
     return [
         param
         for param in group["params"]

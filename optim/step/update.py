@@ -64,12 +64,9 @@ class UpdateEngine:
     of the latter (such as `Muon`) scale gradients on a GPU in place. For other optimizers, and if one of the parameters
     in a call of the optimizer's `step` is float64, a separate pass scales gradients in place.
 
-    Args:
-        optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
-    Collectives: none, except in the steps of the optimizers of `meshstep.optim.whole`.
     Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
-        skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has
-        tensors on the CPU, or tensors of an elementwise optimizer for which `steps_in_parts` is False.
+    skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has tensors
+    on the CPU, or tensors of an elementwise optimizer for which `steps_in_parts` is False.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,11 +76,8 @@ class UpdateEngine:
     def run(self, request: UpdateRequest, around: Iterable[Callable[[UpdateRequest, Update], object]] = ()) -> None:
         """Run one update, nested in the functions ``around``.
 
-        Args:
-            request: The inputs of the update.
-            around: Functions that are called as ``function(request, update)``, and must call ``update(request)``. For
-                the first function, ``update`` is `step`; for each later function it is a call of the previous function.
-                Default: none.
+        These are called as ``function(request, update)``, and must call ``update(request)``. For the first function,
+        ``update`` is `step`; for each later function it is a call of the previous function.
         """
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
             request = replace(request, on_host=HostDecision(request.skip, request.factor))
@@ -377,9 +371,6 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
     """Return the Triton kernels if `triton_on` returns them and they support the optimizer; None otherwise.
 
     The kernels' device is the device of ``found_inf``, the 0-dim skip flag. ``factor`` is the factor on gradients.
-
-    Raises:
-        RuntimeError: A CUDA graph captures the update, and a parameter has its first gradient (`check_states_are_made`).
     """
     device = found_inf.device
     kernels = triton_on(device)
@@ -407,14 +398,8 @@ def step_by_triton(
 ) -> list[list[Tensor]]:
     """Step all parameters that the Triton kernels support, and return the parameters that torch must step.
 
-    If ``request.skip`` is 1, no value changes; missing states are created.
-
-    Args:
-        request: The inputs of the update; ``skip`` and ``factor`` must be on the kernels' device.
-        cache: The rows of earlier steps. Rows that can't be reused are replaced.
-    Returns:
-        For each param group, the parameters with gradients that were not stepped.
-    Host synchronization: none.
+    If ``request.skip`` is 1, no value changes; missing states are created. ``request.skip`` and ``request.factor`` must
+    be on the kernels' device. Rows in ``cache`` that can't be reused are replaced.
     """
     from ..kernels.triton import KernelLaunch
 

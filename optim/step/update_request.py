@@ -69,10 +69,6 @@ class HostDecision:
 
     The constructor starts the copy. torch's fused optimizers would also copy both tensors to the CPU, but would read
     the copies without waiting for them.
-
-    Args:
-        skip: 0-dim, on a CUDA device.
-        factor: 0-dim, on the same device; None: 1.
     """
 
     def __init__(self, skip: Tensor, factor: Tensor | None) -> None:
@@ -95,14 +91,7 @@ class HostDecision:
 
 @dataclass(eq=False)
 class LowPrecisionOut:
-    """Half-precision copies that an engine may write together with the float32 tensors that it steps.
-
-    Args:
-        copies: A dict from float32 tensors to their half-precision copies.
-
-    Attributes:
-        written: The copies that an engine has written.
-    """
+    """Half-precision copies that an engine may write together with the float32 tensors that it steps."""
 
     copies: Mapping[Tensor, Tensor]
     written: list[Tensor] = field(default_factory=list)
@@ -115,9 +104,6 @@ class SplitWeights:
     """The update of split weights, bucket by bucket. A split weight is a bfloat16 weight with an int16 remainder.
 
     In each bucket, weights and remainders are joined to float32 masters, stepped, and split again.
-
-    Args:
-        remainders: A dict from each split weight in an optimizer's param groups to its int16 remainder.
     """
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:

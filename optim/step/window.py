@@ -55,12 +55,8 @@ if TYPE_CHECKING:
 class Weight:
     """The sum of the weights of a window's micro-batches on this rank.
 
-    The weight of a micro-batch is the divisor of its summed loss, such as the number of tokens.
-
-    Attributes:
-        value: The sum: a number, or the tensor ``sum`` if a weight since the last `clear` was a tensor.
-        sum: The 0-dim tensor that accumulates weights if any weight is a tensor; None before the first tensor. Later
-            windows reuse it, because replays of a CUDA graph add to this tensor. A weight on another device replaces it.
+    If a weight since the last `clear` was a tensor, ``value`` is the 0-dim tensor ``sum``, else a number. Later windows
+    reuse ``sum``, because replays of a CUDA graph add to this tensor. A weight on another device replaces it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +64,6 @@ class Weight:
         self.sum: Tensor | None = None
 
     def clear(self) -> None:
-        """Set the sum to 0."""
         self.value = 0.0
         if self.sum is not None:
             self.sum.zero_()
@@ -99,13 +94,8 @@ class Weight:
 class WindowPlace:
     """The pipeline stage of a rank and the sizes of the mesh, which are needed to sum micro-batch weights over ranks.
 
-    Args:
-        stages: The number of pipeline stages.
-        stage: The index of this rank's pipeline stage.
-        sharers: The number of ranks along the model axes. These ranks see the same samples, so they have the same
-            weight.
-        data_ranks: The number of data-parallel ranks.
-        constants: A cache of device tensors with constant values. Default: a new cache.
+    ``sharers`` is the number of ranks along the model axes. These ranks see the same samples, so they have the same
+    weight.
     """
 
     stages: int
@@ -146,15 +136,9 @@ def window_fields(
     weight, so each of these ranks adds the weight divided by their number. Stages that compute no loss have no weight
     and add 0.
 
-    Args:
-        weight: The window's weight on this rank, a number or a 0-dim tensor.
-        registry: The process groups of the mesh.
-        device: The device of the fields.
-        bypassed: The value of the field ``"bypassed"``: negative if gradients on this rank bypassed the optimizer. None
-            (default): no such field.
-        agreement: The value of the field ``"agreement"``, from `StepAgreement.number`. None (default): no such field.
-    Returns:
-        The packed fields. Their tensor may be cached, so do not write to it.
+    ``bypassed`` is negative if gradients on this rank bypassed the optimizer. ``agreement`` is the result of
+    `StepAgreement.number`. With None, the field does not exist. The tensor of the result may be cached, so do not write
+    to it.
     """
     place = place_of(registry)
     found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
@@ -195,10 +179,6 @@ def detect_double_division(window: Window, params: Sequence[Tensor]) -> Iterator
 
     It sets ``window.divided_twice`` to True if a pipeline stage divides a gradient that was divided before. While its
     body runs, it replaces torch's ``scale_grads`` in all stages.
-
-    Args:
-        window: The accumulation window.
-        params: The parameters whose gradients accumulate in the window.
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
@@ -234,10 +214,8 @@ class Window:
 
     Args:
         steps: Micro-batches per window (``accumulation_steps``); None: the caller decides when to step.
-        scaled: True if every loss must be multiplied by a loss scale. Default False.
-        alone: True (default) if there is one rank.
-    Raises:
-        ValueError: ``steps`` is not a whole number >= 1.
+        scaled: True if every loss must be multiplied by a loss scale.
+        alone: True if there is one rank.
 
     Attributes:
         phase: "open": no micro-batch yet. "accumulating": a micro-batch has begun. "complete": gradients are reduced.
@@ -248,7 +226,6 @@ class Window:
         scaled_losses: The number of losses that `scale_loss` or `backward` multiplied by the loss scale in this window.
         unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
         several: True if the current micro-batch may have several backward calls.
-        entered: True while a micro-batch runs.
         micro_batch_weight: The weight of the micro-batch that runs; None: none runs, or it has no weight.
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
@@ -291,9 +268,8 @@ class Window:
     def close(self, params: Sequence[Tensor] = ()) -> None:
         """Start an empty window, after a step or when the window is abandoned.
 
-        Args:
-            params: After a step, the parameters. The last gradient among them is recorded, so that
-                `has_bypassed_grads` recognizes a gradient that the step did not clear. Default (): nothing is recorded.
+        After a step, the last gradient in ``params`` is recorded, so that `has_bypassed_grads` recognizes a gradient
+        that the step did not clear.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)
@@ -375,8 +351,6 @@ class Window:
 
         The sum over ranks is 0 if their settings agree and no rank has deferred an error. If the settings can't be
         read, the error is deferred. ``device`` is the device of the tensor.
-
-        Host synchronization: that of `StepAgreement.of_tensors`.
         """
         weight = self.weight if self.is_weighted else None
         try:
@@ -423,11 +397,9 @@ class Window:
     def ends(self, final: bool, may_defer: bool = False) -> bool:
         """Return True if a call of `step` ends the window now; False if `step` must do nothing.
 
-        Args:
-            final: True: the window may end with fewer micro-batches than ``steps``, but at least one.
-            may_defer: True: if a backward of the window raised, defer that error to the end of the step. Default False.
-        Raises:
-            RuntimeError: A backward of this window raised, and ``may_defer`` is False or the window does not end.
+        With ``final``, the window may end with fewer micro-batches than ``steps``, but at least one. If a backward of
+        the window raised, this function raises too; with ``may_defer``, an error of a window that ends is deferred to
+        the end of the step.
         """
         ends = self.is_full or (final and self.micro_batches > 0)
         if self.phase == "broken":
@@ -463,13 +435,7 @@ class Window:
 
         After an explicit clip, gradients are already divided. The result then only reports the loss scale.
 
-        Args:
-            registry: The process groups of the mesh.
-            scale: The loss scale; None: gradients contain no loss scale.
-            device: The device on which the norm is measured.
-            facts: The result of `number_of_facts`. None (default): settings are not compared.
-            facts_of_tensors: The result of `StepAgreement.of_tensors`, which is added to ``facts``. None (default):
-                nothing is added.
+        ``facts`` and ``facts_of_tensors`` are the results of `number_of_facts`, whose second one is added to the first.
         """
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.scaled_losses):  # else the field is not needed
@@ -552,12 +518,8 @@ class Window:
     ) -> Iterator[None]:
         """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken.
 
-        Args:
-            weight, params: As in `begin`.
-            around: Functions of this window; each returns a context manager to enter around the backward.
-            several: True if the micro-batch may have several backward calls. Default False.
-        Raises:
-            RuntimeError: A micro-batch is already running. Other errors as in `begin`.
+        ``around`` are functions of this window; each returns a context manager to enter around the backward. With
+        ``several``, the micro-batch may have several backward calls.
         """
         if self.entered:
             raise RuntimeError(
@@ -601,14 +563,13 @@ class Window:
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor]) -> None:
         """Count one micro-batch before its backward, and add its weight to the window's weight.
 
-        Args:
-            weight: The divisor of the summed loss, such as the number of tokens; a number or a 0-dim tensor. None: the
-                loss is a mean. With ``accumulation_steps``, gradients are then divided by the number of micro-batches;
-                otherwise they are not divided.
-            params: The parameters whose gradients accumulate.
+        ``weight`` is the divisor of the summed loss, such as the number of tokens. None: the loss is a mean. With
+        ``accumulation_steps``, gradients are then divided by the number of micro-batches; otherwise they are not
+        divided.
+
         Raises:
-            ValueError: The window is full; only some of its micro-batches have a weight; or the weight is a number
-                that is negative or not finite.
+            ValueError: The window is full; only some of its micro-batches have a weight; or the weight is a number that
+                is negative or not finite.
             TypeError: The weight is neither a number nor a 0-dim tensor.
             RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
                 window; with ``accumulation_steps``, a backward bypassed the optimizer since the last micro-batch; or a
@@ -713,9 +674,8 @@ _SCALED = 2.0**30
 class _OtherBackward:
     """A hook on a parameter that records that a backward ran. It keeps no reference to the window, to avoid a cycle.
 
-    Args:
-        before: The record of the last parameter's gradient at the time when the hook was registered. A backward is
-            accepted if this gradient is unchanged afterwards; for example, `prove` restores gradients.
+    The record ``before`` has the last parameter's gradient when the hook was registered. A backward is accepted if this
+    gradient is unchanged afterwards; for example, `prove` restores gradients.
     """
 
     def __init__(self, before: _Gradient) -> None:
@@ -741,9 +701,7 @@ class _Gradient(NamedTuple):
     def last_of(cls, params: Sequence[Tensor], trained: bool = False) -> _Gradient | None:
         """Return the record of the gradient of the last parameter that has a gradient; None: no parameter has one.
 
-        Args:
-            params: The parameters.
-            trained: True: only consider parameters that require a gradient. Default False.
+        With ``trained``, only parameters that require a gradient are considered.
         """
         for index in range(len(params) - 1, -1, -1):
             gradient = params[index].grad

@@ -30,12 +30,8 @@ COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # torch's cop
 class CombinedOptimizer(torch.optim.Optimizer):
     """One optimizer made of several torch optimizers, with the param groups and the states of all of them.
 
-    Args:
-        parts: The torch optimizers. They are changed: their param groups and states become those of this object. Step
-            and save only this object from then on.
-    Raises:
-        ValueError: ``parts`` is empty, or a parameter is in two optimizers.
-        TypeError: An element is not a torch optimizer, or is itself a wrapper or combination.
+    ``parts`` are changed: their param groups and states become those of this object. Step and save only this object
+    from then on.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -75,11 +71,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._given = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each of the combined optimizers.
-
-        Raises:
-            ValueError: ``closure`` is not None.
-        """
+        """Step each of the combined optimizers. Raises ValueError if ``closure`` is not None."""
         if closure is not None:
             raise ValueError(
                 "step(closure) of several optimizers is not supported, because each would evaluate the closure: call "
@@ -111,11 +103,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
     # Modes -----------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Call `train` of the optimizers that have this method."""
         self._change_mode("train")
 
     def eval(self) -> None:
-        """Call `eval` of the optimizers that have this method."""
         self._change_mode("eval")
 
     def _change_mode(self, name: str) -> None:
@@ -129,9 +119,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict: each of the combined optimizers loads its own param groups and their states.
 
-        Raises:
-            ValueError: The state dict belongs to other optimizers, or one of the optimizers rejects it. This object then
-                keeps its param groups and states.
+        If it raises ValueError, this object keeps its param groups and states.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -182,7 +170,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a shallow copy of the optimizer without param groups and state."""
     new = copy(part)
     new.state, new.param_groups = defaultdict(dict), []
     return new
@@ -265,10 +252,6 @@ class CallGuard:
 
     It also replaces the methods in `FORWARDED` by calls of the `ParallelOptimizer`. The guard removes itself after all
     `ParallelOptimizer` objects that wrap ``optimizer`` have been garbage-collected.
-
-    Args:
-        optimizer: The torch optimizer, referenced weakly.
-        listed: True if the optimizer is an element of a list that was passed to `ParallelOptimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, listed: bool) -> None:

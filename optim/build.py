@@ -458,8 +458,8 @@ class Setup:
             and table.model_plan.entries
         ):
             warnings.warn(
-                f"check_replicas=Fingerprints(...) compares nothing on this rank: on {topology!r} no other rank has a "
-                "replica of its tensors",
+                f"check_replicas=Fingerprints(...) compares nothing on this rank: no other rank of {topology!r} has a "
+                "replica of this rank's tensors",
                 stacklevel=2,
             )
         return FingerprintMonitor(checks, self.check_replicas.every, chain.registry)

@@ -96,7 +96,8 @@ class Mismatch:
     copies: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.name}: the {self.kind} differs along axis {self.axis!r}"
+        kind = "master weight" if self.kind == "master" else self.kind
+        text = f"{self.name}: the {kind} differs along axis {self.axis!r}"
         if not self.ranks:
             return text
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
@@ -521,9 +522,9 @@ class EqualShards:
             raise ValueError(
                 f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
                 f"weights and gradients, as replicas are; the norm would count it {size} times. Nothing was stepped. "
-                f"If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
-                "seed, draw the full tensor and take this rank's shard with shard(), or use another seed per coordinate "
-                f"on {axis!r}. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
+                f"If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same seed, "
+                "draw the full tensor and take this rank's shard with meshstep.parallel.shard, or use another seed per "
+                f"coordinate on {axis!r}. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
             )
 
 

@@ -152,6 +152,8 @@ class Proof:
             return "\n".join([summary + undecided, *notes])
         wrong = [str(finding) for finding in self.findings]
         where = [self.where] if self.where else []
+        if any(finding.cause == "forward differs" for finding in self.findings):
+            return "\n".join(["the forward is wrong:", *wrong, *where, summary + undecided, *notes])
         count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
         return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{undecided}", *notes])
 
@@ -455,7 +457,7 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
         where: Description of the place of the wrong backward. None if it was not located.
     """
     over = " x ".join(map(repr, axes)) or "some axis"
-    either = " or ".join(map(repr, axes)) or "no axis of this size"
+    either = " or ".join(map(repr, axes))
     becomes = "" if spec is None else f"; the right spec is {spec}"
     text = {
         "split, not declared": f"each rank of {over} has a different shard{becomes}",
@@ -467,10 +469,16 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
         "counted several times": (
             f"the gradient is {factor:.4f} times too large: it is summed twice, or summed over {either} although it "
             f"is complete there{becomes}"
+            if axes
+            else f"the gradient is {factor:.4f} times too large, which is the size of no mesh axis: a backward adds it "
+            f"twice, or multiplies it by a wrong factor{becomes}"
         ),
         "divided too often": (
             f"the gradient is {1 / factor if factor else 0:.4f} times too small: it is averaged over {either} and must "
             "be summed"
+            if axes
+            else f"the gradient is {1 / factor if factor else 0:.4f} times too small, which is the size of no mesh axis: a "
+            "backward multiplies it by a wrong factor, or loses a part of it"
         ),
         "added on every rank": (
             f"the loss contains it once per rank of {over}, like a bias that every rank adds before the sum over "
@@ -849,7 +857,7 @@ class _Examination:
             until: The first input or output of a module that is known to differ. None: the loss.
         """
         last, modules = order.before_unequal(axis, until)
-        since = "The ranks agree at no recorded tensor" if last is None else f"The ranks agree last at {last}"
+        since = "The ranks' values agree nowhere" if last is None else f"The ranks' values last agree at {last}"
         where = f"{since}; modules after that: {', '.join(modules) or 'none with parameters'}."
         text = describe_cause("forward differs", (axis,), 1.0, None, None)
         finding = Finding(

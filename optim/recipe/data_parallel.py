@@ -65,8 +65,8 @@ def check_data_parallel(
         )
     if mode == "fsdp" and len(topology.data_axes) > 2 and data_alias(topology) is None:
         raise ValueError(
-            f"data_parallel='fsdp' supports two data axes, one for replicas and one for shards, but {topology!r} has "
-            f"{len(topology.data_axes)}; use two, declare an alias for all of them with Topology(aliases=...), or give "
+            f"data_parallel='fsdp' supports at most two data axes, one for replicas and one for shards, but {topology!r} "
+            f"has {len(topology.data_axes)}; use two, declare an alias for all of them with Topology(aliases=...), or give "
             "data_parallel='zero1' or 'zero2'"
         )
     if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:

@@ -125,8 +125,9 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     none = not any(rank.some or rank.unknown for rank in seen)
     if none and not called and not any(rank.looked for rank in seen):
         raise RuntimeError(
-            "step() or a clip was called before any backward: no parameter of the optimizer has a gradient on any rank; "
-            "call optimizer.backward(loss) first"
+            "step() or a clip was called before optimizer.backward, and no parameter of the optimizer has a gradient on "
+            "any rank: call optimizer.backward(loss) first. If other code has called backward, create the torch optimizer "
+            "from model.parameters() after moving, sharding or wrapping the model"
         )
     if none and called:
         where = (

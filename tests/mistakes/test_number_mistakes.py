@@ -216,7 +216,7 @@ def torch_clipping_after_every_micro_batch(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "a clip was called before any backward ... call optimizer.backward(loss) first"),
+    Error(RuntimeError, "a clip was called before optimizer.backward ... call optimizer.backward(loss) first"),
     write="call `backward`, then `clip_grad_by_norm`, then `step`",
 )
 def clipped_before_backward(run: Run) -> None:

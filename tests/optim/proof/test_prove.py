@@ -177,6 +177,9 @@ def test_prove_names_cause_axes_and_parameters_of_mistake(
     with pytest.raises(AssertionError, match="wrong:"):
         proofs[0].check()
     assert proofs[0].to_json()["findings"][0]["cause"] == cause
+    header = "the forward is wrong:" if names == {"the forward"} else "wrong:"
+    assert header in str(proofs[0]).partition("\n")[0]
+    assert ("the size of no mesh axis" in str(proofs[0])) is (change is _slightly_off)
 
 
 def _declared(net: Net) -> None:

@@ -458,7 +458,7 @@ def step_without_gradients(options: dict[str, Any]) -> str:
 def test_first_step_without_backward_raises(world: World, options: dict[str, Any]) -> None:
     for text in world.run(2, step_without_gradients, options):
         assert text.startswith(
-            "step() or a clip was called before any backward: no parameter of the optimizer has a gradient"
+            "step() or a clip was called before optimizer.backward, and no parameter of the optimizer has a gradient"
         )
 
 

@@ -84,12 +84,8 @@ WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result
 class AuditRun(NamedTuple):
     """The options of the command that each rank needs.
 
-    Args:
-        build: ``SCRIPT:BUILD``, such as ``train.py:build``.
-        topology: The mesh, such as ``data=2,tensor=2``.
-        rules: True: run `infer`. False: run `prove`.
-        most: Largest number of parameters that `prove` checks. None: all. Not used by `infer`.
-        own_dtype: True: compute in the model's own dtype. False: in float64.
+    ``rules``: run `infer`, else `prove`. ``most`` is the largest number of parameters that `prove` checks; None: all.
+    ``own_dtype``: compute in the model's own dtype, not in float64.
     """
 
     build: str
@@ -106,9 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the launched processes are the ranks; otherwise this function starts processes. Only the process with rank 0 prints
     the result, and only it may return an exit code other than 0. Every process prints the help and the errors of the
     argument parser.
-
-    Args:
-        arguments: The command line arguments. None (default): ``sys.argv[1:]``.
     """
     parser = _parser()
     first = _launched()[0] == 0
@@ -250,7 +243,6 @@ def on_rank(audit: AuditRun) -> Proof | InferredLayout:
 
     Raises:
         TypeError: The script's function did not return a model and a loss function.
-        Exception: The errors of the script's function, and of `prove` or `infer`.
     """
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)

@@ -50,14 +50,9 @@ Sum = Literal["sum", "same", "mean"]
 class AxisContract:
     """Rule that computes the derivative of the loss from a parameter's gradients on the ranks of one mesh axis.
 
-    The derivative is taken along a random direction: a tensor of the parameter's shape. Each rank computes the product
-    <gradient, direction> of its gradient and its part of the direction.
-
-    Args:
-        apart: True: the ranks hold shards, so their parts of a direction are distinct. False: the ranks hold replicas,
-            so their directions are equal.
-        products: "sum": the derivative is the sum of the ranks' products. "same": it is the product, which must be
-            equal on all ranks. "mean": it is the mean of the products.
+    ``apart``: the ranks hold shards, so their parts of a direction are distinct; else replicas, with equal directions.
+    ``products``: the derivative is the "sum" or the "mean" of the ranks' products, or the product itself ("same"),
+    which must be equal on all ranks.
     """
 
     apart: bool
@@ -72,8 +67,7 @@ AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean
 class GradientContract:
     """Rule that computes the derivative of the loss from a parameter's gradients on all ranks.
 
-    Args:
-        by_axis: (mesh axis, its `AxisContract`) pairs, one per mesh axis larger than 1.
+    ``by_axis`` has one entry per mesh axis larger than 1.
     """
 
     by_axis: tuple[tuple[str, AxisContract], ...]
@@ -88,13 +82,10 @@ class GradientContract:
         return dict(self.by_axis)[axis]
 
     def derivative(self, products: Mapping[int, float], topology: Topology) -> tuple[float, float]:
-        """Compute the derivative of the loss along a direction from the products <gradient, direction> of all ranks.
+        """Return (derivative of the loss along a direction, spread), from the products <gradient, direction> of all ranks.
 
-        Args:
-            products: {rank: product}, for each rank that holds the parameter.
-        Returns:
-            (derivative, spread). If the contract requires equal results on some ranks, the derivative is their mean,
-                and the spread is the largest difference between two of these results.
+        ``products`` has one entry per rank that holds the parameter. If the contract requires equal results on some
+        ranks, the derivative is their mean, and the spread is the largest difference between two of these results.
         """
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
@@ -107,19 +98,13 @@ class GradientContract:
 
 
 def larger_axes(topology: Topology) -> tuple[str, ...]:
-    """Return the mesh axes that are larger than 1."""
     return tuple(axis for axis in topology.axes if topology.size(axis) > 1)
 
 
 def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
     """Return the gradient contract of a parameter with the layout ``spec``.
 
-    The contract is the rule that computes the derivative of the loss from the ranks' gradients of the parameter.
-
-    Args:
-        spec: The declared layout, in the axes of ``topology``.
-        averaged: The mesh axes of a DTensor, over which torch reduces its gradient in backward. Empty for other
-            parameters.
+    ``averaged`` are the mesh axes of a DTensor, over which torch reduces its gradient in backward; else empty.
     """
     averaged = set(averaged)
 
@@ -173,11 +158,6 @@ class ParameterView:
     ) -> ParameterView:
         """Return the description of a parameter and its gradient on this rank.
 
-        Args:
-            value: The local tensor.
-            gradient: The local gradient; None without one.
-            annotation: The declaration of the parameter; None if it is not declared.
-
         Host synchronization: up to four if the tensors are on a GPU.
         """
         value = value.detach()
@@ -196,12 +176,9 @@ class ParameterView:
 class KnownParameter:
     """Description of one logical parameter: its values and gradients on all ranks. It is equal on every rank.
 
-    Args:
-        name: Name of the parameter.
-        stage: (pipeline axis, coordinate) pairs, if several stages use the name for different parameters; else empty.
-        seen: {rank: description of the parameter on this rank}, for each rank that holds the parameter.
-        full: Shape of the full tensor. None (default): not known.
-        names: {rank: name on this rank}, for the ranks on which a tied parameter has another name. Default: empty.
+    ``stage`` has (pipeline axis, coordinate) pairs if several stages use the name for different parameters; else it is
+    empty. ``seen`` has one entry per rank that holds the parameter. ``full`` is the full shape; None: not known.
+    ``names`` has the names on the ranks on which a tied parameter has another name.
     """
 
     name: str
@@ -273,12 +250,8 @@ class KnownParameter:
 class Measured:
     """This rank's parameters and gradients after a backward, and descriptions of the parameters of all ranks.
 
-    Args:
-        tensors: This rank's parameters as local tensors, by name. `move` changes them in place.
-        gradients: This rank's gradients by name; None for a parameter without gradient.
-        seen: The descriptions of this rank's parameters, by name.
-        registry: The process groups.
-        topology: The axes of the registry's topology, perhaps with other roles.
+    All mappings are by name. `move` changes ``tensors``, the local tensors, in place. ``topology`` has the axes of the
+    registry's topology, perhaps with other roles.
 
     Attributes:
         known: One `KnownParameter` per logical parameter of the model, in the same order on all ranks.
@@ -301,9 +274,6 @@ class Measured:
     @classmethod
     def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry, topology: Topology) -> Measured:
         """Return the `Measured` of a model's trainable parameters and their gradients in ``.grad``.
-
-        Raises:
-            ValueError: On every rank: a DTensor's layout or gradient is not supported.
 
         Collectives: two object all-gathers over the world.
         Host synchronization: several per parameter if the parameters are on a GPU.
@@ -340,11 +310,8 @@ class Measured:
     def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
         """Return one dict per parameter: {rank: product <gradient, direction> of this rank}.
 
-        Ranks that do not hold the parameter are left out. The product of a missing gradient is 0.
-
-        Args:
-            directions: (parameter, this rank's part of its direction) pairs, in the same order on all ranks. The part
-                is None if this rank does not hold the parameter.
+        Ranks that do not hold the parameter are left out. The product of a missing gradient is 0. ``directions`` are in
+        the same order on all ranks; this rank's part is None if this rank does not hold the parameter.
 
         Collectives: an object all-gather.
         Host synchronization: one per parameter on a GPU.
@@ -363,13 +330,7 @@ class Measured:
 
     @torch.no_grad()
     def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
-        """Add ``step`` times its direction to each parameter in place. Return the old values by name, for `put_back`.
-
-        Args:
-            directions: (parameter, this rank's part of its direction) pairs. If the part is None, the parameter is
-                skipped.
-            step: Factor on the directions.
-        """
+        """Add ``step`` times its direction to each parameter in place. Return the old values by name, for `put_back`."""
         before = {}
         for known, direction in directions:
             if direction is not None:
@@ -490,10 +451,7 @@ def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topo
 def _entries(
     known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
-    """Return (per dim, the axes that shard it; True if this choice of dims is certain).
-
-    ``cutting`` has the axes that shard a dim. The other arguments are those of `spec_of_contract`.
-    """
+    """Return (per dim, the axes that shard it; True if this choice of dims is certain)."""
     shape = known.first.shape
     dims = len(shape)
     if not cutting:
@@ -535,14 +493,11 @@ def candidates(
 ) -> Iterator[GradientContract]:
     """Yield every gradient contract that the parameter's values allow, the most likely contract first.
 
-    A contract says along which axes the ranks hold shards or replicas, and how the derivative of the loss follows from
-    the ranks' gradients.
+    ``split`` are the axes that certainly shard another parameter of the same module. If all elements of this parameter
+    are equal, it may be sharded or replicated. Along the axes in ``split``, it is then more likely sharded. If its full
+    shape is known, it is more likely sharded along every axis.
 
-    Args:
-        split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
-            equal, it may be sharded or replicated. Along the axes in ``split``, it is then more likely sharded. If its
-            full shape is known, it is more likely sharded along every axis.
-        first: A contract that is yielded first, even if the values do not allow it. None: no such contract.
+    ``first`` is yielded first, even if the values do not allow it.
     """
     if first is not None:
         yield first

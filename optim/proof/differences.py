@@ -53,12 +53,9 @@ class Objective:
     Results of `stop_gradient` keep their values of the first call. A call restores the buffers. Gradients and random
     states change; `close` restores them.
 
-    Args:
-        model: The model.
-        loss_fn: Returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs
-            backward itself, as a pipeline schedule does, it returns a detached loss or None.
-        registry: The process groups.
-        topology: The axes of the registry's topology, with other roles. None: the registry's topology.
+    ``loss_fn`` returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs
+    backward itself, as a pipeline schedule does, it returns a detached loss or None. ``topology`` has the axes of the
+    registry's topology with other roles; None: the registry's topology.
 
     Attributes:
         calls: Number of forwards so far.
@@ -89,10 +86,8 @@ class Objective:
     def differentiate(self) -> Losses:
         """Run one forward and backward, and return the losses of all ranks. The gradients remain in ``.grad``.
 
-        Raises:
-            ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or did not return a
-                tensor with one element or None. A rank whose ``loss_fn`` raised raises the same error. An error of
-                backward is raised on its rank only.
+        An error of ``loss_fn`` is raised on every rank, the original one on its own rank. An error of backward is
+        raised on its rank only.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -107,9 +102,6 @@ class Objective:
         """Run one forward, and return the losses of all ranks. If ``loss_fn`` runs backward itself, backward runs too.
 
         Call `differentiate` first.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: As in `differentiate`.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -227,9 +219,6 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     first. torch's default dtype is float64. Arguments of torch functions in the lower dtypes are converted to float64,
     except those of in-place functions. So casts to a lower dtype have no effect. If the model has no tensor in the
     lower dtypes, the context does nothing.
-
-    Raises:
-        TypeError: A parameter or buffer is a DTensor in float32, bfloat16 or float16.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]
     if not tensors:
@@ -329,12 +318,7 @@ class Digits:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:
-        """Return the accuracy for losses of ``dtype``.
-
-        Raises:
-            TypeError: ``dtype`` is neither float32 nor float64. Differences of losses in lower dtypes are mostly
-                rounding.
-        """
+        """Return the accuracy for losses of ``dtype``; raise TypeError unless it is float32 or float64."""
         if dtype == torch.float64:
             return cls(1e-7, 5e-15, 1e-7, 1e-3)
         if dtype == torch.float32:
@@ -349,11 +333,8 @@ class Digits:
 class DifferenceQuotient:
     """The derivative of the loss along a direction, computed as a central difference for one step size.
 
-    Args:
-        value: The derivative.
-        rounding: Estimated largest rounding error of ``value``.
-        unequal: The axes, except data-parallel ones, along which ranks computed different losses after the parameters
-            were moved. Along these axes, the losses must be equal.
+    ``rounding`` is the estimated largest rounding error of ``value``. ``unequal`` are the axes, except data-parallel
+    ones, along which ranks computed different losses after the move. The losses must be equal along these axes.
     """
 
     value: float
@@ -364,16 +345,8 @@ class DifferenceQuotient:
 class Differences:
     """Computes central differences of the loss along directions of parameters.
 
-    Args:
-        objective: The loss function.
-        measured: The parameters and their gradients.
-        base: The losses of all ranks at the present parameters, in the order of ranks.
-        digits: Accuracy of derivatives in the losses' dtype.
-        noise: Assumed absolute rounding error of a loss, if it is larger than ``digits.noise`` times the loss. Default:
-            0.
-
-    Attributes:
-        noise: The assumed absolute rounding error of a loss.
+    ``base`` are the losses of all ranks at the present parameters. The attribute ``noise`` is the assumed absolute
+    rounding error of a loss: at least the argument, and at least ``digits.noise`` times the loss.
     """
 
     def __init__(
@@ -387,10 +360,8 @@ class Differences:
     def measure_noise(self, promises: Sequence[Promise]) -> None:
         """Measure the rounding error of a loss, and increase `noise` to ten times this error if `noise` is smaller.
 
-        The error is large if the loss is a small difference of large numbers.
-
-        Args:
-            promises: The parameters. All of them are moved by a step so small that only rounding changes the loss.
+        All parameters of ``promises`` are moved by a step so small that only rounding changes the loss. The error is
+        large if the loss is a small difference of large numbers.
 
         Collectives: those of two calls of the objective.
         """
@@ -404,11 +375,9 @@ class Differences:
     ) -> Iterator[DifferenceQuotient]:
         """Yield central differences along the directions, one for each of five step sizes.
 
-        Two forwards run when a difference is taken from the iterator. The parameters are restored afterwards.
-
-        Args:
-            directions: (parameter, this rank's part of its direction) pairs. All parameters are moved at once.
-            size: Approximate absolute derivative of the loss along the directions. It determines the first step size.
+        Two forwards run when a difference is taken from the iterator. They move all parameters at once, and restore
+        them afterwards. ``size`` is the approximate absolute derivative along the directions; it determines the first
+        step size.
 
         Collectives: those of two calls of the objective per difference.
         """
@@ -426,10 +395,7 @@ class Differences:
             yield DifferenceQuotient((up - down) / (2 * step), rounding, tuple(sorted(apart)))
 
     def _within(self, step: float, size: float) -> float:
-        """Return the largest difference between the losses of two ranks that counts as rounding.
-
-        ``step`` is the step size, and ``size`` the approximate derivative of the loss.
-        """
+        """Return the largest difference between the losses of two ranks that counts as rounding."""
         return 10 * self.noise + 1e-3 * step * size
 
     def _moved(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> Losses:
@@ -447,13 +413,9 @@ class Differences:
         difference deviated from it by about the same amount. If two differences deviate from the prediction by the same
         large amount, their steps contain no kink, and the prediction is wrong.
 
-        Args:
-            found: Central differences for several step sizes. No more are taken after the result is certain.
-            promised: The derivative that the gradients predict: a sum of one prediction per parameter.
-            size: Sum of the sizes of these predictions. The tolerance is relative to it.
-        Returns:
-            ``"kept"``: the prediction is right. ``"wrong"``: no difference agrees with it, or two deviate by the same
-                large amount. ``"undecided"``: the rounding errors of all differences are too large.
+        The result is "wrong" also if no difference agrees, and "undecided" if the rounding errors of all differences
+        are too large. No more differences are taken after the result is certain. ``promised`` is a sum of one
+        prediction per parameter, and ``size`` the sum of the predictions' sizes. The tolerance is relative to ``size``.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -482,12 +444,9 @@ class Differences:
 class Promise:
     """The derivative of the loss along a random direction of one parameter, as the gradients predict it.
 
-    Args:
-        known: The parameter.
-        direction: This rank's part of the direction; None if the rank does not hold the parameter.
-        value: The predicted derivative.
-        size: Expected size of the derivative along a random direction. Directions are scaled by it. Scaling by ``value``
-            would make all predictions equal, so that the errors of two wrong parameters could cancel.
+    ``direction`` is this rank's part; None if the rank does not hold the parameter. ``size`` is the expected size of
+    the derivative along a random direction. Directions are scaled by it, because scaling by ``value`` would make all
+    predictions equal, so that the errors of two wrong parameters could cancel.
     """
 
     known: KnownParameter
@@ -506,9 +465,7 @@ def find_wrong(
 ) -> tuple[list[KnownParameter], list[KnownParameter]]:
     """Return (parameters with wrong gradients, parameters whose effect on the loss is lost in rounding).
 
-    Args:
-        differences: Computes central differences of the loss.
-        promises: The derivatives that the gradients predict, one per parameter, in the same order on all ranks.
+    ``promises`` has one entry per parameter, in the same order on all ranks.
 
     Collectives: those of the forwards, about two per 64 right parameters and more for wrong ones.
     """
@@ -545,11 +502,8 @@ def _within(
 ) -> Iterator[tuple[KnownParameter, Judgement]]:
     """Yield the parameters of a group whose result is "wrong" or "undecided", with the result.
 
-    Args:
-        differences: Computes central differences.
-        group: The predictions, one per parameter.
-        sort: The result for the entire group: "wrong" or "undecided".
-        crowded: True if this group is one half of a larger group, and the result of the other half is not "kept" either.
+    ``sort`` is the result for the entire group. ``crowded``: the group is one half of a larger group, and the result of
+    the other half is not "kept" either.
     """
     if len(group) == 1:
         yield group[0].known, sort

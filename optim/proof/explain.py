@@ -50,9 +50,7 @@ Cause = Literal[
 class HookPoint(NamedTuple):
     """A tensor in forward: the first argument of a module, or the first tensor that it returns.
 
-    Args:
-        module: Name of the module.
-        side: "input" or "output".
+    ``side`` is "input" or "output".
     """
 
     module: str
@@ -114,11 +112,6 @@ def first_tensor(values: Any) -> Tensor | None:
 class ForwardOrder:
     """The forward records of all ranks, and the order of the parameters' modules in forward.
 
-    Args:
-        mine: The forward record of this rank.
-        known: The parameters of the model.
-        registry: The process groups.
-
     Collectives: an object all-gather over the world, in the constructor.
     """
 
@@ -153,9 +146,7 @@ class ForwardOrder:
         This is the first such module that is entered after the module of ``last``. Its output is included. If there is
         no such module, return all hook points.
 
-        Args:
-            last: The last parameter, in forward order, with a wrong gradient.
-            wrong: All parameters with wrong gradients.
+        ``last`` is the last one, in forward order, of the parameters ``wrong``, whose gradients are wrong.
         """
         rank, labels = min(last.seen), {known.label for known in wrong}
         order = list(self._hashes[rank])
@@ -170,15 +161,11 @@ class ForwardOrder:
         return order[: max(index for index, site in enumerate(order) if site.module == module) + 1]
 
     def before_unequal(self, axis: str, until: HookPoint | None) -> tuple[HookPoint | None, list[str]]:
-        """Find the last hook point at which all ranks along ``axis`` have the same tensor.
+        """Return the last hook point at which all ranks along ``axis`` have the same tensor; None if there is none.
 
-        Args:
-            axis: The mesh axis along which the ranks' forwards differ.
-            until: A hook point whose tensors differ although they must be equal. The points before it are searched.
-                None: the losses differ, and all points are searched.
-        Returns:
-            The last hook point with equal tensors (None if there is none), and the names of the modules with parameters
-                whose output comes after this point, up to ``until``.
+        Also return the names of the modules with parameters whose output comes after this point, up to ``until``.
+        ``until`` is a hook point whose tensors differ although they must be equal: only points before it are searched.
+        None: the losses differ, and all points are searched.
         """
         groups = list(self._topology.groups(axis))
         order = list(self._hashes[groups[0][0]])
@@ -203,14 +190,9 @@ _SEEDS = (1, 2)
 class Probe:
     """Measurements along one random direction of a parameter: the ranks' gradients along it, and central differences.
 
-    Args:
-        differences: Computes central differences of the loss.
-        known: The parameter.
-        contract: A gradient contract of the parameter. Along its sharded axes, ranks get distinct parts of the direction.
-        seed: Seed of the direction.
-
-    Attributes:
-        products: {rank: product <gradient, direction>}, for each rank that holds the parameter.
+    ``contract`` is a gradient contract of the parameter. Along its sharded axes, ranks get distinct parts of the
+    direction. The attribute ``products`` is {rank: product <gradient, direction>}, for each rank that holds the
+    parameter.
 
     Collectives: an object all-gather in the constructor; those of two forwards per new central difference.
     """
@@ -265,13 +247,10 @@ class Probe:
 class Explanation:
     """A parameter layout with which the parameter's gradient would be right, or right except for a factor.
 
-    Args:
-        contract: The layout, as a `GradientContract`, which computes the derivative of the loss from the ranks' gradients.
-            None: there is no such layout.
-        factor: Factor by which the gradient is too large under ``contract``; 1 if it is right, or if there is no
-            contract.
-        even: The mesh axes along which all ranks have equal products <gradient, direction> for a random direction.
-        split: The mesh axes that certainly shard another parameter of the same module.
+    ``contract`` is the layout; None: there is no such layout. ``factor`` is the factor by which the gradient is too
+    large; 1 if it is right, or if there is no contract. ``even`` are the mesh axes along which all ranks have equal
+    products <gradient, direction> for a random direction. ``split`` are the mesh axes that certainly shard another
+    parameter of the same module.
     """
 
     contract: GradientContract | None
@@ -289,14 +268,9 @@ class Explainer:
     def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
         """Return an `Explanation` with the first contract under which the gradient is the derivative of the loss.
 
-        A contract says how the derivative of the loss follows from the ranks' gradients. If there is no such contract,
-        the explanation has the first contract under which the gradient is a multiple of the derivative. If there is
-        none either, its contract is None.
-
-        Args:
-            known: The parameter.
-            declared: The contract to try first. None: try only the contracts that the parameter's values allow, the
-                most likely one first.
+        If there is no such contract, the explanation has the first contract under which the gradient is a multiple of
+        the derivative. If there is none either, its contract is None. ``declared`` is tried first, then the contracts
+        that the parameter's values allow, the most likely one first.
 
         Collectives: per tried set of axes along which ranks may hold distinct shards, two object all-gathers and those
             of up to 20 forwards.
@@ -324,9 +298,6 @@ class Explainer:
         """Return the model-parallel axes along which the tensor's values differ although its gradients are equal.
 
         Backward treats such a tensor as replicated, but it is not.
-
-        Args:
-            known: The tensor: a parameter or an activation.
 
         Collectives: an object all-gather per axis along which the values differ.
         """
@@ -395,13 +366,7 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
 def cause_of(
     known: KnownParameter, declared: GradientContract, found: Explanation, topology: Topology
 ) -> tuple[Cause, tuple[str, ...]]:
-    """Return (kind of mistake, mesh axes along which the ranks' layouts or gradients are wrong).
-
-    Args:
-        known: The parameter with a wrong gradient.
-        declared: The gradient contract of its declared layout.
-        found: The result of `Explainer.explain` for this parameter.
-    """
+    """Return (kind of mistake, mesh axes along which the ranks' layouts or gradients are wrong)."""
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
     )
@@ -487,12 +452,9 @@ def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPo
 class Fault:
     """The place of a wrong backward, given by two tensors of forward between which it lies.
 
-    Args:
-        wrong: The last tensor, in forward order, with a wrong gradient.
-        right: The next tested tensor in forward order, whose gradient is right. None: the loss.
-        cause: The kind of mistake.
-        axes: The mesh axes along which the ranks' gradients are wrong; may be empty.
-        likely: True: the cause is the most likely one, but not certain. Default: False.
+    ``wrong`` is the last tensor, in forward order, with a wrong gradient. ``right`` is the next tested tensor, whose
+    gradient is right; None: the loss. ``axes`` may be empty. ``likely``: the cause is the most likely one, but not
+    certain.
     """
 
     wrong: HookPoint
@@ -532,11 +494,8 @@ def locate_fault(
     Return None if no tested gradient is wrong. The result is the same on all ranks. The gradients in ``.grad`` are
     overwritten. Only the last `_MOST` hook points are tested.
 
-    Args:
-        differences: Computes central differences with respect to the model's parameters.
-        events: The inputs and outputs of modules in forward order, the same on all ranks. A rank skips modules that it
-            does not have.
-        split: {name of a module: the axes that shard its parameters}.
+    ``events`` are in forward order, the same on all ranks. A rank skips modules that it does not have. ``split`` maps
+    the name of a module to the axes that shard its parameters.
 
     Collectives: those of one forward and backward, of several forwards per hook point, and object all-gathers.
     """
@@ -570,10 +529,6 @@ def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
 
     In such a module, most likely the sum over the ranks that hold the other shards is missing: a sum that is made twice
     would give a wrong factor, which is another cause. Other faults are returned unchanged.
-
-    Args:
-        place: The fault.
-        split: {name of a module: the axes that shard its parameters}.
     """
     inside = place.right is not None and place.right.module == place.wrong.module
     if place.cause == "backward is wrong" and inside and split.get(place.wrong.module):
@@ -584,10 +539,7 @@ def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
 def _problem(
     known: KnownParameter, found: Explanation, explainer: Explainer
 ) -> tuple[Cause, tuple[str, ...], bool] | None:
-    """Return (cause, axes, True if the cause is uncertain) for a wrong gradient of an activation; None if it is right.
-
-    ``known`` is the activation: the input or output of a module. ``found`` is the result of `Explainer.explain` for it.
-    """
+    """Return (cause, axes, True if the cause is uncertain) for a wrong gradient of an activation; None if it is right."""
     topology = explainer.topology
     if found.contract is None:
         uneven = (axis for axis in larger_axes(topology) if axis in topology.model_axes and axis not in found.even)

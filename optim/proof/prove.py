@@ -337,11 +337,8 @@ def infer(
 def _of_other_roles(first: Examined, second: Examined) -> Examined:
     """Return the result for a model that is right except that some axes must have the role of data axes.
 
-    It has one finding, which names these axes.
-
-    Args:
-        first: The result with the roles of the registry's topology. Its ``unequal`` are the axes along which losses differ.
-        second: The result with these axes as data axes, which has no findings.
+    It has one finding, which names these axes. ``first`` is the result with the roles of the registry's topology, and
+    ``second`` the result with the axes as data axes, which has no findings.
     """
     roles = ", ".join(f"{axis!r}: 'data'" for axis in first.unequal)
     text = (
@@ -449,12 +446,8 @@ def _pattern(name: str) -> str:
 def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
     """Return the text of a finding: the most likely mistake, and how to correct it.
 
-    Args:
-        cause: The kind of mistake.
-        axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong.
-        factor: Factor by which the gradient is too large.
-        spec: The right spec. None if it is not known.
-        where: Description of the place of the wrong backward. None if it was not located.
+    ``factor`` is the factor by which the gradient is too large. ``spec`` is the right spec; None: not known. ``where``
+    describes the place of the wrong backward; None: it was not located.
     """
     over = " x ".join(map(repr, axes)) or "some axis"
     either = " or ".join(map(repr, axes))
@@ -511,12 +504,9 @@ EXPLAINED = 8
 class Examined:
     """Result of `examine`.
 
-    Args:
-        proof: The result for the user.
-        contracts: The gradient contract of each checked parameter that is right or undecided, by the parameter's label.
-            Empty if ranks compute different values in forward.
-        known: The parameters that were checked.
-        unequal: The axes, except data-parallel ones, along which losses differ. Default: none.
+    ``contracts`` has the gradient contract of each checked parameter that is right or undecided, by the parameter's
+    label. It is empty if ranks compute different values in forward. ``unequal`` are the axes, except data-parallel
+    ones, along which losses differ.
     """
 
     proof: Proof
@@ -537,21 +527,13 @@ def examine(
 ) -> Examined:
     """Run the checks of `prove` or `infer`, and return the result, the same on all ranks.
 
-    Parameters, gradients, buffers and random states are restored.
+    Parameters, gradients, buffers and random states are restored. ``most`` is the ``max_parameters`` of `prove`.
 
-    Args:
-        model, loss_fn, registry, dtype, seed: As in `prove`.
-        most: ``max_parameters`` of `prove`.
-        contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's gradient
-            contract, by the parameter's label. Declared specs are then not checked. If another contract makes a
-            gradient right, it replaces the guess, without a finding. None (default): check the declared specs.
-        topology: The axes of the registry's topology, with other roles. Default: the registry's topology.
+    `infer` gives ``contracts_of``, which is called once on each rank, and returns a first guess of each parameter's
+    gradient contract, by the parameter's label. Declared specs are then not checked. If another contract makes a
+    gradient right, it replaces the guess, without a finding.
 
-    Raises:
-        ValueError, RuntimeError, TypeError: As in `prove`; also the errors of ``contracts_of``.
-
-    Collectives: as in `prove`.
-    Host synchronization: yes.
+    ``topology`` has the axes of the registry's topology with other roles. Collectives are those of `prove`.
     """
 
     def check() -> tuple[AbstractContextManager[None], dict[str, str]]:
@@ -651,10 +633,7 @@ class _Examination:
         return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
-        """Return the order in which modules ran, gathered from all ranks. Every rank must call it.
-
-        Collectives: an object all-gather.
-        """
+        """Return the order in which modules ran, gathered from all ranks. Every rank must call it."""
         return ForwardOrder(self.recorded, self.known, self.registry)
 
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
@@ -758,9 +737,7 @@ class _Examination:
         Return None if the parameter's gradient turns out to be right. In `infer`, also return None if another
         `GradientContract` makes the gradient right; this contract is then stored in ``self.contracts``.
 
-        Args:
-            known: The parameter.
-            cause: The cause of the finding. None: search it.
+        ``cause`` is the cause of the finding; None: search it.
         """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
@@ -813,11 +790,6 @@ class _Examination:
 
         If there are several places, return the last one in forward order. Return None if none is found, or if the
         findings do not suggest a wrong backward.
-
-        Args:
-            order: The order in which modules ran.
-            wrong: The parameters with findings, in forward order.
-            findings: The findings.
         """
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
@@ -851,10 +823,8 @@ class _Examination:
     def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
         """Return the result if ranks compute different values in forward, where no proof is possible.
 
-        Args:
-            order: The order in which modules ran.
-            axis: The mesh axis along which the ranks' values differ, although they must be equal.
-            until: The first input or output of a module that is known to differ. None: the loss.
+        ``axis`` is the mesh axis along which the ranks' values differ. ``until`` is the first input or output of a
+        module that is known to differ; None: the loss.
         """
         last, modules = order.before_unequal(axis, until)
         since = "The ranks' values agree nowhere" if last is None else f"The ranks' values last agree at {last}"

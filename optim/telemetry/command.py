@@ -17,9 +17,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0, or 1 if ``compare`` found a difference. It is 2, with a message on stderr, if a file can't be read or
     written, is not of the expected kind or has no step to show or compare, or if the value of an option is out of
     range. Other wrong arguments raise SystemExit with the code 2; ``--help`` raises it with the code 0.
-
-    Args:
-        arguments: The command line arguments. None (default): ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m meshstep.optim", description="Plot a training run, or compare two runs."

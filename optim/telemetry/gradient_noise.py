@@ -79,13 +79,7 @@ class Estimates(NamedTuple):
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
     """Return unbiased estimates of |G|^2 and S from one step.
 
-    |G|^2 is the squared norm of the expected gradient. S is the trace of the covariance of one sample's gradient.
-
-    Args:
-        small: Mean over data ranks of the squared norm of a rank's gradient, before averaging; 0-dim.
-        big: Squared norm of the averaged gradient, 0-dim.
-        inverse_small: Mean over data ranks of 1 / (number of a rank's samples), 0-dim.
-        inverse_big: 1 / (number of samples of all data ranks), 0-dim.
+    ``small`` and ``big`` are as in the formulas at the top of this module. ``inverse_small`` is x there, ``inverse_big`` y.
     """
     difference = inverse_small - inverse_big
     signal = (inverse_small * big - inverse_big * small) / difference
@@ -94,10 +88,6 @@ def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Te
 
 class RunningScale:
     """Exponential means of `Estimates` over steps. Non-finite estimates, such as after an overflow, are left out.
-
-    Args:
-        decay: Decay of the means, >= 0 and < 1.
-        device: Device of the means.
 
     Attributes:
         means: [3] float64: the exponential means of |G|^2 (the signal), of S (the trace), and of the constant 1. All
@@ -111,8 +101,6 @@ class RunningScale:
         """Add one step's estimates to the means, and return [noise scale S / |G|^2, |G|^2, S] of the means, float64.
 
         The three numbers are NaN before the first finite estimate.
-
-        Host synchronization: none.
         """
         new = torch.stack([found.signal, found.trace, torch.ones_like(found.signal)])
         mixed = self.means * self.decay + new * (1 - self.decay)
@@ -150,11 +138,7 @@ SMALLEST_NORMAL = 2.0**-14
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
     """Return the sum of squares of each tensor, [n] on ``device``; 0 for None.
 
-    The result is float64, or float32 on a device without float64.
-
-    Args:
-        tensors: Tensors on any device and of any float dtype.
-        constants: Cache of small device tensors. Indices into the result are stored there.
+    The result is float64, or float32 on a device without float64. ``constants`` caches indices into the result.
     """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -177,11 +161,7 @@ def counts(
 
     Row 0 has the numbers of elements that are 0. Row 1 has the numbers of elements whose absolute value is below
     `SMALLEST_NORMAL`, including zeros. A gradient that is None counts as zeros. The result is float64, or float32 on a
-    device without float64.
-
-    Args:
-        numels: Per gradient, the number of elements that count as zeros if it is None.
-        constants: Cache of small device tensors. ``numels`` and indices into the result are stored there.
+    device without float64. If gradient i is None, ``numels[i]`` elements count as zeros.
     """
     dtype = accumulation_dtype(device)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -239,8 +219,6 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
 
     That is the case if there is only one data rank, or if a gradient after backward does not come from the samples of a
     single data rank, for example because it is averaged during backward.
-
-    Collectives: none.
     """
     topology = optimizer.registry.topology
     if topology.size(*topology.data_axes) == 1:
@@ -265,11 +243,8 @@ def is_local(entry: ParameterEntry, topology: Topology) -> bool:
 class LocalGradients:
     """Measures the squared gradient norm of each data rank, before gradients are averaged over data ranks.
 
-    Args:
-        params: The model's parameters, which hold the gradients after backward, in the order of the plan's entries.
-        plan: The plan of the parameters.
-        device: Device of the result.
-        constants: Cache of small device tensors, for this plan only.
+    ``params`` hold the gradients after backward, in the order of the plan's entries. ``constants`` must be a cache for
+    this plan only.
     """
 
     def __init__(
@@ -302,7 +277,6 @@ class LocalGradients:
 
         Collectives: those that sum partial gradients and gradients of tied parameters: at least one all-reduce per set
             of ranks that sum such gradients.
-        Host synchronization: none.
         """
         summed = self._summed()
         gradients = [summed[index] if index in summed else self.params[index].grad for index in self._own]

@@ -197,9 +197,6 @@ def exact_parts(values: Tensor) -> Tensor:
 
     Sums of integer parts are exact up to 2^53, and sums of fractions for up to a million values. So these sums are
     bitwise identical in every order. A non-finite value has the fraction 0.
-
-    Args:
-        values: [n] float64.
     """
     whole = values.floor()
     fraction = ((values - whole) * _FRACTION).round() / _FRACTION

@@ -131,11 +131,7 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], first: float, last: float, may_be_log: bool = True) -> Scale:
-        """Return a scale for the range of the finite values.
-
-        It is logarithmic if three conditions hold: ``may_be_log`` is True, all finite values are positive, and the
-        largest one is more than 30 times the smallest one.
-        """
+        """Return a scale for the range of the finite values."""
         finite = [value for value in values if isfinite(value)]
         low, high = min(finite, default=0.0), max(finite, default=1.0)
         if may_be_log and low > 0 and high / low > 30:
@@ -169,11 +165,8 @@ class Scale:
 def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
     """Return an SVG element with curves.
 
-    Non-finite values interrupt a curve, and are drawn as marks at the upper edge.
-
-    Args:
-        name: Name of the chart, for screen readers.
-        series: {label of a curve: its points (step, value), in the order of steps}.
+    Non-finite values interrupt a curve, and are drawn as marks at the upper edge. ``series`` maps the label of a curve
+    to its points (step, value), in the order of steps.
     """
     steps = [step for points in series.values() for step, _ in points]
     x = Scale.of(steps, LEFT, WIDTH - RIGHT, may_be_log=False)
@@ -230,9 +223,8 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
     """Return all points if there are at most ``most``; else a selection of about ``most`` points.
 
-    The points are divided into intervals of consecutive points. In each interval, the points with the smallest and the
-    largest finite value are selected, so that spikes remain visible. All points with a non-finite value are selected
-    too.
+    Each interval of consecutive points keeps its smallest and its largest finite value, so that spikes remain visible,
+    and all non-finite values.
     """
     if len(points) <= most:
         return [*points]
@@ -288,10 +280,6 @@ def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
 
     Numbers whose names are equal up to the first slash share a chart. The full model's curve, if there is one, is the
     first curve of its chart.
-
-    Args:
-        title: Title of the page.
-        reports: {name: number} per report, in order, as `read_json_lines` returns them. At least one report.
     """
     kinds: dict[str, dict[str, list[Point]]] = {}
     for report in reports:
@@ -380,15 +368,7 @@ def add_report_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """Write the HTML page of a run, and return the exit code 0.
-
-    Args:
-        options: The parsed arguments of the command.
-
-    Raises:
-        OSError: The file can't be read, or the page can't be written.
-        ValueError: The file was not written by `JsonLines`, or has no report.
-    """
+    """Write the HTML page of a run, and return the exit code 0."""
     output: Path = options.output or options.run.with_suffix(".html")
     # in an ASCII locale, Python decodes other bytes to lone surrogates, which can't be encoded to UTF-8
     title = os.fsencode(options.title or options.run.stem).decode("utf-8", "replace")

@@ -463,13 +463,9 @@ def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -
 
     The hashes and the sketches are None if a shard's region is not known.
 
-    Args:
-        numbers: The column of the parameter, with `_ROWS` numbers.
-        divisor: The factor that turns the reduced gradient, without the loss scale, into the mean over the accumulation
-            window: the number of data ranks over which the gradient is averaged, divided by the total weight of the
-            accumulation window. Without weights, it is 1 / ``count``.
-        count: The number by which the sketch of the gradient is divided already.
-        double: True: keep the sketches in float64; False: in float32.
+    ``divisor`` turns the reduced gradient, without the loss scale, into the mean over the accumulation window: the
+    number of data ranks over which the gradient is averaged, divided by the total weight of the accumulation window.
+    Without weights, it is 1 / ``count``. The sketch of the gradient is divided by ``count`` already.
     """
     norms = [max(square, 0.0) ** 0.5 if square == square else square for square in numbers[:3]]
     norms[1] *= divisor

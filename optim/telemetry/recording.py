@@ -22,10 +22,8 @@ from .tensor_digest import BUCKETS
 class Figures:
     """One quantity of one parameter in one step.
 
-    Args:
-        norm: The L2 norm.
-        hash: The hash of all bits; None if it is not known.
-        sketch: `BUCKETS` signed sums of the elements (see `tensor_digest`); empty if the sketch is not known.
+    ``hash`` is the hash of all bits; None: it is not known. ``sketch`` has `BUCKETS` signed sums of the elements (see
+    `tensor_digest`); empty: it is not known.
     """
 
     norm: float
@@ -42,10 +40,8 @@ class Figures:
 class RecordedStep:
     """One recorded step of a run.
 
-    Args:
-        line: The step's line in the file.
-        run: The description of the run: the last line with such a description before the step's line.
-        following: The line of the next recorded step. None (default): there is none.
+    ``run`` is the last description of the run before the step's line in the file. ``following`` is the line of the next
+    recorded step; None: there is none.
     """
 
     line: Mapping[str, Any]
@@ -112,13 +108,7 @@ class RecordedStep:
 def read_recording(path: str | PathLike[str]) -> dict[int, RecordedStep]:
     """Return the recorded steps of a file by number, without an incomplete last line.
 
-        steps = read_recording("run.jsonl")
-
-    Args:
-        path: A file written by `Recorder`.
-
     Raises:
-        OSError: The file can't be read.
         ValueError: A line is not from a `Recorder`, except an incomplete last line; the `Recorder` was of another
             version; or there is no step.
     """

@@ -88,7 +88,6 @@ def length(values: Iterable[float]) -> float:
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the inner product of two sketches."""
     return sum(x * y for x, y in zip(a, b, strict=False))
 
 

@@ -381,11 +381,8 @@ def _explanations(
 ) -> Iterator[Explanation]:
     """Yield (cause, text, axis) for each explanation of a ratio, the most probable explanation first.
 
-    Args:
-        report: Has the names of the parameters that differ, and the quantity: "gradient" or "update".
-        ratio: The gradients or updates of run B are ``ratio`` times those of run A.
-        limit: The relative tolerance with which the ratio is compared with loss scales and other numbers.
-        match: The mesh axis whose size explains the ratio (`StepPair.axis_of_ratio`). None: there is no such axis.
+    ``limit`` is the relative tolerance with which the ratio is compared with loss scales and other numbers. ``match``
+    is the mesh axis whose size explains the ratio (`StepPair.axis_of_ratio`).
     """
     is_common = pair.is_all(report.names) and report.quantity == "gradient"
     if is_common:
@@ -448,7 +445,6 @@ def _is_near(ratio: float, value: float, limit: float) -> bool:
 
 
 def _is_one_of(ratio: float, value: float, limit: float) -> bool:
-    """Return True if a ratio equals ``value`` or its reciprocal, within the relative tolerance ``limit``."""
     return _is_near(ratio, value, limit) or _is_near(ratio, 1 / value, limit)
 
 

@@ -93,10 +93,8 @@ class Accepted:
             compared counts like the last compared update.
         last_update: By parameter, the accepted distance of the last compared update.
         noise: By parameter, the largest accepted relative distance of its gradient, at most 1.
-        largest: The largest relative distance by quantity.
         equal: False if a hash differed or was not known.
         last_step: Number of the last compared step; 0 before the first one.
-        is_first: True until the first compared step is accepted.
     """
 
     def __init__(self, tolerances: Tolerances) -> None:
@@ -123,12 +121,8 @@ WEIGHT, GRADIENT, UPDATE = range(3)  # indices of `QUANTITIES`
 class AxisMatch(NamedTuple):
     """A mesh axis whose size explains a ratio.
 
-    Attributes:
-        axis: The axis, or axes joined by `` x ``.
-        which: The run with the axis.
-        size: The size t.
-        kind: "t", "1/t", "sqrt t" or "1/sqrt t": a number of this run divided by the same number of the other run.
-        roles: The roles of the axes.
+    ``axis`` may be several axes, joined by `` x ``. ``which`` is the run with the axis, and t its size. ``kind`` is
+    "t", "1/t", "sqrt t" or "1/sqrt t": a number of this run divided by the same number of the other run.
     """
 
     axis: str
@@ -141,10 +135,8 @@ class AxisMatch(NamedTuple):
 class StepPair:
     """One recorded step of two runs.
 
-    Attributes:
-        a, b: The step of run A and of run B.
-        names: The parameters of both runs, in the order of A.
-        drift: Relative distance of all weights together; set by the comparison of weights.
+    ``names`` are the parameters of both runs, in the order of A. ``drift`` is the relative distance of all weights
+    together; the comparison of weights sets it.
     """
 
     def __init__(self, step: int, a: RecordedStep, b: RecordedStep, accepted: Accepted) -> None:
@@ -236,12 +228,9 @@ class StepPair:
     ) -> AxisMatch | None:
         """Return the axis that explains a ratio best; None: no size of an axis fits.
 
-        Args:
-            ratio: The ratio, > 0.
-            names: The parameters with this ratio. A mistake along a model axis often concerns exactly the parameters that
-                are sharded over the axis, or exactly the parameters that are not.
-            tolerance: Relative tolerance of the ratio. Default: 1e-3.
-            only: The accepted kinds of `AxisMatch`. None (default): all.
+        ``names`` are the parameters with this ratio. A mistake along a model axis often concerns exactly the parameters
+        that are sharded over the axis, or exactly the parameters that are not. ``only`` has the accepted kinds of
+        `AxisMatch`; None: all.
         """
         best: tuple[float, AxisMatch] | None = None
         for order, (axes, which, size) in enumerate(self._sized_axes()):

@@ -75,9 +75,7 @@ TOTAL = "total"
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
     """Return the labels, and per logical parameter the index of its label; None for a parameter without a label.
 
-    Args:
-        params: (name, index of the param group) per logical parameter.
-        by: "parameter", "layer", "group" or {label: glob over parameter names}; see `By`.
+    ``params`` has a pair (name, index of the param group) per logical parameter.
 
     Raises:
         ValueError: A glob matches no parameter, or a label is ``"total"``.
@@ -111,7 +109,6 @@ def _check_matches(glob: str, names: Sequence[str], argument: str) -> None:
 
 
 def matches_any(globs: Sequence[str], name: str) -> bool:
-    """Return True if ``name`` matches any of the globs."""
     return any(matches(glob, name) for glob in globs)
 
 
@@ -130,10 +127,7 @@ class Slots:
 
     Equal values give bitwise identical sums on every rank. (``index_add_`` on a GPU would add in an arbitrary order.)
 
-    Args:
-        slots: Per value, the slot of its group. None: the value is in no sum.
-        count: Number of slots.
-        device: Device of the values.
+    ``slots`` has the slot of each value's group; None: the value is in no sum. ``count`` is the number of slots.
     """
 
     def __init__(self, slots: Sequence[int | None], count: int, device: torch.device) -> None:
@@ -147,10 +141,7 @@ class Slots:
         self._members = torch.tensor(rows, dtype=torch.int64).reshape(count, longest).to(device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the sum of each group, [..., slots]. ``values`` has the shape [..., number of values].
-
-        Host synchronization: none.
-        """
+        """Return the sum of each group, [..., slots], of ``values``, [..., number of values]."""
         padded = torch.cat([values, values.new_zeros(*values.shape[:-1], 1)], -1)
         return padded[..., self._members].sum(-1)
 
@@ -219,16 +210,8 @@ class SpectralNorms:
 class PowerIteration:
     """Estimates the largest singular values of sharded matrices by power iteration.
 
-    Args:
-        named: Per stepped tensor: the name of the full matrix (unique in the model), the tensor, and the region of the
-            full matrix that it holds (None: unknown).
-        registry: The process groups.
-        iterations: Number of power iterations per call.
-        device: Device of the results.
-
-    Raises:
-        ValueError: On every rank: the region of a shard is unknown, ranks have different shapes or dtypes for a matrix,
-            no rank holds some elements of a matrix, or a rank holds an element twice.
+    ``named`` has, per stepped tensor: the name of the full matrix (unique in the model), the tensor, and the region of
+    the full matrix that it holds. None: the region is unknown, and the constructor raises ValueError on every rank.
 
     Collectives: an object all-gather in the constructor; none with one rank.
     Memory: on every rank, one row per matrix in float64. During a call, also a few rows and columns per matrix, and a
@@ -262,11 +245,8 @@ class PowerIteration:
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the estimated largest singular value of each matrix, [matrices] float64, and update `vectors`.
 
-        The values are in the order of `names`. A value is 0 for a matrix of zeros, and NaN for a matrix that contains
-        NaN or inf.
-
-        Args:
-            pieces: The current stepped tensors, in the order of the constructor's ``named``.
+        ``pieces`` are the current stepped tensors, in the order of the constructor's ``named``. The values are in the
+        order of `names`. A value is 0 for a matrix of zeros, and NaN for a matrix that contains NaN or inf.
 
         Collectives: two all-reduces over the world per iteration, for all matrices together; none with one rank.
         Host synchronization: none if the stepped tensors, the results and the process groups are on one device.
@@ -284,10 +264,6 @@ class PowerIteration:
 
     def _products(self, pieces: Sequence[Tensor], vectors: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
         """Return {name of a matrix W: W v}, or {name of a matrix W: W^T u} if ``transposed``.
-
-        Args:
-            pieces: The stepped tensors.
-            vectors: {name: v}, or {name: u} if ``transposed``.
 
         Collectives: an all-reduce over the world; none with one rank, or if there are no matrices.
         """
@@ -355,20 +331,10 @@ KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow
 class Planned:
     """The measurement plan: the tensors that `Telemetry` measures, and the sums of the results per label.
 
-    Args:
-        optimizer: The optimizer.
-        by, spectral, noise: As in `Telemetry`.
-
-    Raises:
-        ValueError: On every rank: a glob of ``by`` or ``spectral`` matches no parameter, a label is ``"total"``, or a
-            matrix for ``spectral`` has shards of unequal sizes and no declared full shape. With ``noise`` also: no
-            trainable parameter's gradient comes from a single data rank's samples.
-
     Collectives: object all-gathers and one all-reduce; none with one rank.
     Host synchronization: yes, except with one rank.
 
     Attributes:
-        plan: The `ReductionPlan` of the stepped tensors, with the names of all logical parameters.
         values: Function that returns the values of the stepped tensors, in the order of the plan's entries. With
             `SplitMasters`, it returns the float32 weights.
         measured: The tensors whose ``.grad`` is measured, in the order of the plan's entries.
@@ -439,9 +405,8 @@ class Planned:
     def to_parameters(self, values: Tensor) -> Tensor:
         """Sum the values of this rank's shards per logical parameter, and return [..., logical parameters].
 
-        Args:
-            values: One value per stepped tensor of this rank, [..., stepped tensors]. Each is divided by the number of
-                ranks that hold the same shard, so that the sum of the results over all ranks counts every shard once.
+        Each value (of [..., stepped tensors]) is divided by the number of ranks that hold the same shard, so that the
+        sum of the results over all ranks counts every shard once.
         """
         return self._to_parameters(values * self._weights)
 
@@ -458,10 +423,7 @@ class Planned:
         return counts / self._elements
 
     def summed(self, packed: Tensor) -> Tensor:
-        """Return the sum of ``packed`` over all ranks.
-
-        Collectives: one all-reduce; none with one rank.
-        """
+        """Return the sum of ``packed`` over all ranks (`world_sum`)."""
         return world_sum(packed, self.registry)
 
 
@@ -687,13 +649,11 @@ class Telemetry(StepObserver):
     def _figures(self, rows: Tensor, window: Tensor, sigmas: Tensor | None) -> Measurement:
         """Return the `Measurement` of this step.
 
-        Args:
-            rows: [5, logical parameters], summed over all ranks: |w|^2, |g|^2, |dw|^2, number of zeros, number of small
-                elements. The gradient g is still multiplied by the loss scale and the weight of the accumulation
-                window.
-            window: The other sums over all ranks: weights of the accumulation window per pipeline stage. With
-                ``noise=`` also the weights per data rank, and |g_local|^2 per data rank.
-            sigmas: The largest singular values. None: they are not measured.
+        ``rows``, [5, logical parameters], are sums over all ranks: |w|^2, |g|^2, |dw|^2, number of zeros, number of
+        small elements. The gradient g is still multiplied by the loss scale and the weight of the accumulation window.
+
+        ``window`` has the other sums over all ranks: weights of the accumulation window per pipeline stage. With
+        ``noise=`` also the weights per data rank, and |g_local|^2 per data rank.
         """
         planned = self._planned
         place = place_of(planned.registry)

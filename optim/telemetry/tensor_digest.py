@@ -38,9 +38,7 @@ HASH_WORDS = 2  # float64 numbers per hash in a collective
 class Digests:
     """Digests of several tensors, all on one device.
 
-    Args:
-        hashes: [tensors] int64.
-        sketches: [tensors, BUCKETS] float64.
+    ``hashes`` are [tensors] int64, ``sketches`` [tensors, BUCKETS] float64.
     """
 
     hashes: Tensor
@@ -55,14 +53,9 @@ def digest(
 ) -> Digests:
     """Return the digests of this rank's shards.
 
-    Host synchronization: none.
-
-    Args:
-        tensors: Per shard, a tensor of the shard's shape, or a tensor with the elements of the region in row-major order.
-            None: the digest is that of zeros.
-        regions: Per shard, its region of the full tensor. None: the region is not known, and the digest is 0.
-        device: The device of the result.
-        scale: 0-dim: all elements are multiplied by it first. None (default): 1.
+    Each tensor has the shard's shape, or the elements of the region in row-major order. None: the digest is that of
+    zeros. If a region is None, it is not known, and the digest is 0. All elements are multiplied by ``scale`` (0-dim)
+    first; None: 1.
     """
     hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     sketches = torch.zeros(len(tensors), BUCKETS, dtype=torch.float64, device=device)
@@ -116,8 +109,6 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError: ``tensors`` is empty.
-
-    Host synchronization: none.
     """
     total: Tensor | None = None
     for number, tensor in enumerate(tensors):

@@ -34,8 +34,7 @@ class ReportFile:
     too. The current step comes from `Monitor.load_state_dict`. In a new run it is 0, and all lines except a CSV header
     are moved.
 
-    Args:
-        path: Path of the file. The first report creates it, so it exists on global rank 0 only.
+    The first report creates the file, so it exists on global rank 0 only.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -193,12 +192,8 @@ def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
 
     An incomplete last line is left out.
 
-    Args:
-        path: Path of a file written by `JsonLines`.
-
     Raises:
         ValueError: A line is not a report of `JsonLines`, and it is not an incomplete last line.
-        OSError: The file can't be read.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []

@@ -41,10 +41,8 @@ def is_factored(shape: Shape) -> bool:
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
     """Yield two requests to `WholeTensors.sums`: for the sum of each row, and for the sum of each column.
 
-    Args:
-        position: Index of the stepped tensor over all param groups.
-        value: A tensor of the stepped tensor's shape, such as a squared gradient.
-        shape: Shape of the full tensor. The results have the shapes [..., rows, 1] and [..., 1, columns].
+    ``value`` has the stepped tensor's shape, ``shape`` is the full tensor's. The sums have the shapes [..., rows, 1] and
+    [..., 1, columns].
     """
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
@@ -80,7 +78,7 @@ def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
 def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> Tensor:
     """Return this rank's shard of ``rows * columns``, which has the full tensor's shape.
 
-    ``rows`` has the shape [..., rows, 1], and ``columns`` the shape [..., 1, columns]. Both are the same on all ranks.
+    ``rows`` [..., rows, 1] and ``columns`` [..., 1, columns] must be the same on all ranks.
     """
     left, right = tensors.of_whole(slot.position, rows), tensors.of_whole(slot.position, columns)
     return (left * right).reshape(slot.param.shape)
@@ -93,10 +91,7 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
 
 
 class FactoredOptimizer(WholeOptimizer):
-    """The base class of Adafactor and CAME.
-
-    Its methods compute the shared parts of a step for many tensors at once, with few kernel launches.
-    """
+    """The base class of Adafactor and CAME."""
 
     def shape_of(self, slot: Slot) -> Shape:
         """Return the shape of the full tensor."""
@@ -235,9 +230,8 @@ class FactoredOptimizer(WholeOptimizer):
 class Chunk:
     """Stepped tensors (`Slot`) of one param group, device and dtype that are computed together.
 
-    Args:
-        slots: The stepped tensors. Those with factored second moments come first, in the order of ``stacks``.
-        stacks: Those with factored second moments, in lists of equal layouts (`WholeTensors.alike`).
+    ``slots`` begins with the factored tensors, in the order of ``stacks``, which are lists of tensors with equal layouts
+    (`WholeTensors.alike`).
     """
 
     slots: list[Slot]
@@ -259,8 +253,7 @@ class Chunk:
 def stacked_factors(stack: Sequence[Slot], rows: str, columns: str, least: float | None) -> tuple[Tensor, Tensor]:
     """Return (row means / their mean, column means) of slots with equal layouts.
 
-    ``rows`` and ``columns`` are the names of the states that have the means. ``least`` is a lower limit of the mean of
-    the row means. None: no limit.
+    ``rows`` and ``columns`` name the states that have the means. ``least`` is a lower limit of the mean; None: no limit.
     """
     left, right = (torch.stack([slot.state[key] for slot in stack]) for key in (rows, columns))
     # The sum of a matrix does not depend on the other matrices of the stack, so it is bitwise identical on all ranks.
@@ -605,12 +598,8 @@ class CAME(FactoredOptimizer):
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
         """Return the new averages per row and per column of (u / k - m)^2, where m is the new momentum.
 
-        The keys are the names of the states: ``exp_avg_res_row`` and ``exp_avg_res_col``.
-
-        Args:
-            a: 1 - 1 / k, where the scaled gradient u is divided by k before it is added to the momentum.
-            uu: The sums of u^2 per row and per column.
-            sums: Yields the sums of e^2 and of e u, each per row and per column. e is u minus the old momentum.
+        ``uu`` has the sums of u^2, and ``sums`` yields the sums of e^2 and of e u, each per row and per column. The comment
+        above `CAME` defines ``a``, u and e.
         """
         shape, (beta1, _, beta3) = self.shape_of(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
@@ -691,8 +680,8 @@ class CAME(FactoredOptimizer):
     def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change the means of the squared differences in place, as `_instability` computes them for each slot.
 
-        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot, as in `_instability`, [slots].
-        ``sums`` has the sums that `_residuals` requests, by position.
+        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot, and ``sums`` the sums that
+        `_residuals` requests, by position.
         """
         group, rates = slots[0].group, a.repeat_interleave(2)
         uu, ee, eu = ([one for slot in slots for one in sums[slot.position][which : which + 2]] for which in (0, 2, 4))

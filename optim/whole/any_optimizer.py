@@ -256,7 +256,7 @@ class AnyOptimizer(HomeOptimizer):
 def _changed(key: str, value: Any, given: Mapping[str, Any]) -> bool:
     """Return True if the optimizer has added the param group option ``key``, or changed its value.
 
-    ``given`` has the options before the step. A tensor counts as changed only if it was replaced.
+    A tensor counts as changed only if it was replaced.
     """
     if key not in given:
         return True

@@ -59,17 +59,10 @@ def chunks(items: Sequence[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
 class PackedTensors:
     """Uninitialised tensors in one flat buffer, in which tensors with equal keys are next to each other.
 
-    One kernel changes all elements, or multiplies all tensors of a key by a number each.
-
-    Args:
-        shapes: Shapes of the tensors.
-        dtype, device: Dtype and device of the buffer.
-        keys: One key per tensor. Tensors with equal keys must have equal numbers of elements. None: the number of
-            elements is the key.
+    Tensors with equal keys must have equal numbers of elements. ``keys=None``: the number of elements is the key.
 
     Attributes:
         flat: The buffer. Elements between two tensors have no meaning.
-        tensors: The tensors, in the order of ``shapes``.
         stacks: {key: (indices, stack)}: the indices of the tensors with this key, and a view of the buffer with one of
             these tensors at the beginning of each row.
     """
@@ -119,12 +112,8 @@ class PackedTensors:
 class LazyTensors(Mapping[int, Tensor]):
     """A mapping that computes its tensors on access, so that few of them are in memory at the same time.
 
-    A key is the index of a stepped tensor over all param groups.
-
-    Args:
-        slots: The stepped tensors.
-        make: Computes the value for a stepped tensor. It is called on every access, and its result is not stored.
-        make_all: Computes the values for several stepped tensors, with few kernels. None: ``make`` computes them.
+    Keys are positions. ``make`` is called on every access, and its result is not stored. ``make_all`` computes several
+    values with few kernels; None: ``make`` computes them.
     """
 
     def __init__(

@@ -37,10 +37,7 @@ class Buffers:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised 1-dim tensor.
-
-        ``use`` is any hashable key. On a CPU, requests with the same key share memory.
-        """
+        """Return an uninitialised 1-dim tensor from the buffer with the hashable key ``use``."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         numbytes = numel * dtype.itemsize
@@ -114,13 +111,9 @@ def each(compute: Compute) -> ComputeStack:
 class TransferSlice(NamedTuple):
     """A rectangle of one of this rank's shards, and its place in the flat buffer that is sent or received.
 
-    Args:
-        matrix: Index of the matrix among the matrices that are exchanged together.
-        which: Index among the tensors that are exchanged per matrix. For example, 0 is the weights and 1 is the
-            gradient.
-        box: The rectangle, in indices of the full tensor.
-        begin: Index of the rectangle's first element in the flat buffer. None if this rank owns the matrix: its own
-            elements are not sent.
+    ``matrix`` is the index of the matrix in its round, ``which`` the index among the tensors that are exchanged per matrix
+    (such as 0: weights, 1: gradient). ``box`` is in indices of the full tensor. ``begin`` is the index of its first element
+    in the flat buffer; None if this rank owns the matrix, because its own elements are not sent.
     """
 
     matrix: int
@@ -134,15 +127,10 @@ class Round:
 
     Their full tensors have the same dtype, and the same ranks step shards of them.
 
-    Args:
-        tensors: The full tensors.
-        ranks: The ranks that step shards of these tensors.
-        matrices: The matrices, in the same order on all ``ranks``.
-        lists: Number of tensors per matrix that are sent to its owner rank, such as 2 for weights and gradient.
-        dtype: Dtype of the elements that are sent, in both directions.
-        buffer_index: Rounds with the same index share buffers on a CPU. A round no longer needs a buffer when the next
-            round with this index writes to it.
-        buffers: Provides the buffers.
+    ``matrices`` must be in the same order on all ``ranks``, which are the ranks that step shards of their tensors.
+    ``lists`` is the number of tensors per matrix that are sent to its owner rank. Elements are sent in ``dtype`` in both
+    directions. Rounds with the same ``buffer_index`` share buffers on a CPU: a round no longer needs a buffer when the next
+    round with this index writes to it.
 
     Attributes:
         own: The matrices that this rank owns.
@@ -176,10 +164,8 @@ class Round:
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
         """Return {(other rank, owner rank): number of elements that one of them sends to the other in this round}.
 
-        Args:
-            boxes: Returns {rank: rectangles of a matrix that the rank exchanges with the owner rank}: `Matrix.sources`
-                for the direction to the owner rank, `Matrix.holders` for the results that it sends back.
-            lists: Number of tensors per matrix that are sent in this direction. Results are one tensor.
+        ``boxes`` is `Matrix.sources` for the direction to the owner rank, and `Matrix.holders` for the results that it
+        sends back. ``lists`` is the number of tensors per matrix in this direction.
         """
         found: dict[tuple[int, int], int] = {}
         for matrix in self._matrices:
@@ -196,7 +182,7 @@ class Round:
 
         The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
         on. Matrices that this rank owns itself are left out. For each owner rank, the elements are ordered by matrix,
-        then by tensor of the matrix, then by rectangle. Arguments as in `_counts`.
+        then by tensor of the matrix, then by rectangle.
         """
         found: dict[int, list[TransferSlice]] = {}
         at = 0
@@ -217,13 +203,11 @@ class Round:
     def send(self, values: Sequence[Mapping[int, Tensor]], device: torch.device) -> Callable[[], list[list[Tensor]]]:
         """Start sending this rank's elements of the matrices to the owner ranks.
 
-        Args:
-            values: One mapping per tensor to send, such as the weights and the gradients. Each maps the position of a
-                stepped shard to a tensor of the shard's shape.
-            device: Device of the full matrices.
-        Returns:
-            A function that waits for the all-to-all. It returns the full tensors of the matrices in `own`: for each
-                stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
+        Each mapping in ``values`` maps the position of a stepped shard to a tensor of the shard's shape, such as a
+        gradient.
+
+        Return a function that waits for the all-to-all. It returns the full tensors of the matrices in `own`, on
+        ``device``: for each stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
         """
         stacks = self._empty_stacks(device)
         wholes = self._of_matrices(stacks)
@@ -286,14 +270,9 @@ class Round:
     ) -> Callable[[], Iterator[list[int]]]:
         """Compute this rank's own matrices, and start sending the results to the ranks that hold shards of the matrices.
 
-        Args:
-            stacks: The full tensors of these matrices: the result of the function that `send` returned.
-            compute: Computes the results of the matrices of a stack.
-            results: The returned function writes this rank's shards of the results into this dict, by position.
-            device: Device of the results.
-        Returns:
-            A function that returns an iterator. The iterator waits for the all-to-all, writes shards into ``results``
-                in the full tensors' dtype, and yields the positions of the shards that it has written.
+        ``stacks`` are the full tensors from the function that `send` returned. Return a function that returns an iterator.
+        The iterator waits for the all-to-all, writes this rank's shards into ``results`` by position, in the full tensors'
+        dtype, and yields the positions of the shards that it has written.
         """
         flat, out, into = self._flat("sent back", self._back, False, device)
         begins = self._begins()
@@ -336,10 +315,7 @@ class Round:
         return finish
 
     def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """Return the index in the send buffer of the first element of each result that this rank sends.
-
-        The keys are (index of the matrix in this round, receiving rank, rectangle of the full tensor).
-        """
+        """Return {(matrix index, receiving rank, rectangle): index in the send buffer of the first element}."""
         found, at = {}, 0
         for rank in self.ranks:
             for number in self._own if rank != self._me else ():
@@ -351,10 +327,7 @@ class Round:
     # Both directions ------------------------------------------------------------------------------------------------
 
     def _parts(self, position: int, value: Tensor, places: Sequence[TransferSlice]) -> dict[Box, Tensor]:
-        """Return {rectangle: view of its elements in ``value``} for the rectangles in ``places``.
-
-        ``position`` is the position of the stepped shard. ``value`` is a contiguous tensor of the shard's shape.
-        """
+        """Return {rectangle: view of its elements in ``value``} for the rectangles in ``places``."""
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 
     def _flat(
@@ -362,8 +335,7 @@ class Round:
     ) -> tuple[Tensor, list[int], list[int]]:
         """Return (send buffer, number of elements sent to each rank, number of elements received from each rank).
 
-        ``use`` is the key of the buffer. ``towards_home`` is True if elements are sent to owner ranks, and False if
-        owner ranks send results back.
+        ``towards_home`` is False if owner ranks send results back.
         """
         me = self._me
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
@@ -381,9 +353,8 @@ class Round:
     ) -> Callable[[], Tensor]:
         """Start an all-to-all among `ranks`, unless ``counts`` is empty.
 
-        Returns:
-            A function that waits for the all-to-all, and returns the received elements on ``device``, ordered by
-                sending rank. It returns ``flat`` if ``counts`` is empty.
+        Return a function that waits for the all-to-all, and returns the received elements on ``device``, ordered by sending
+        rank. It returns ``flat`` if ``counts`` is empty.
         """
         if not counts:
             return lambda: flat
@@ -409,7 +380,6 @@ def _portions(positions: Iterable[int], device: torch.device) -> list[list[int]]
 
 
 def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first one."""
     if copies:
         copy_each_(*zip(*copies, strict=True))
 
@@ -422,12 +392,8 @@ def in_flight(
     A position is the index of a stepped tensor over all param groups. While one round computes, the shards of the next
     round and the results of the previous round are in transit.
 
-    Args:
-        rounds: The rounds in which this rank takes part, in the same order on all of their ranks.
-        values: One mapping per tensor to send, such as the weights and the gradients. Each maps the position of a
-            stepped shard to a tensor of the shard's shape.
-        compute: Computes the results of matrices.
-        device: Device of the computation and of the results.
+    ``rounds`` are those in which this rank takes part, in the same order on all of their ranks. ``values`` is as in
+    `Round.send`.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
@@ -533,7 +499,6 @@ class Homes:
         self.own = [matrix for one in self._rounds for matrix in one.own]
 
     def _rounds_of(self, shares: Sequence[tuple[tuple[int, ...], Sequence[Matrix]]]) -> list[Round]:
-        """Return one `Round` per (ranks, matrices) pair."""
         return [
             Round(
                 self.tensors,

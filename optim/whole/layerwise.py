@@ -398,7 +398,6 @@ def _gradients(chunk: Sequence[Slot]) -> PackedTensors:
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, [tensors] float64."""
     return powers_by_torch(tensors, 2.0).sqrt_()
 
 

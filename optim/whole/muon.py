@@ -65,16 +65,11 @@ def newton_schulz(
 ) -> Tensor:
     """Return approximately the orthogonal factor of ``matrix`` (U V^T of its singular value decomposition).
 
-    The iteration has two forms that differ by rounding only. Matrices whose short side is at least 128, and whose long
-    side is at least 1.9 times as long (with five steps), use the Gram form, which has fewer operations.
+    ``matrix`` may be a stack [n, rows, columns], whose matrices are orthogonalised one by one. Its dtype is the dtype of
+    the computation. ``coefficients`` are a, b and c of the polynomial a x + b x^3 + c x^5.
 
-    Args:
-        matrix: [rows, columns], or a stack of matrices [n, rows, columns], each of which is orthogonalised. Its dtype
-            is the dtype of the computation.
-        coefficients: a, b and c of the polynomial a x + b x^3 + c x^5. Default: Keller Jordan's.
-        steps: Number of steps. Default: 5.
-        eps: The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. Default 0: no
-            limit. A matrix of zeros remains zeros.
+    The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. A matrix of zeros remains
+    zeros. The two forms (`uses_gram`) differ by rounding only.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -88,8 +83,6 @@ def normalize(matrix: Tensor) -> Tensor:
 
     The matrix is multiplied by a power of two first, so that its norm neither underflows nor overflows. This
     multiplication is exact, except for subnormal numbers.
-
-    Host synchronization: none.
     """
     if not matrix.numel():
         return matrix.clone()
@@ -127,8 +120,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """Return the same as `on_matrix` except for rounding, with fewer operations if the long side is much longer.
 
-    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by the product of these steps'
-    polynomials. ``x`` is as in `on_matrix`.
+    ``x`` is as in `on_matrix`.
     """
     a, b, c = coefficients
     mm, addmm = _products(x)
@@ -158,11 +150,7 @@ def _empty_squares(x: Tensor) -> Tensor:
 
 
 def uses_gram(shape: Shape, steps: int = 5) -> bool:
-    """Return True if `newton_schulz` uses the Gram form for a matrix of ``shape``.
-
-    It does if the short side is at least `SMALLEST`, and the Gram form needs at most `WORTH` times the operations of
-    the matrix form.
-    """
+    """Return True if `newton_schulz` uses the Gram form for a matrix of ``shape``."""
     return min(shape) >= SMALLEST and _flops_on_gram(shape, steps) <= WORTH * _flops_on_matrix(shape, steps)
 
 
@@ -204,10 +192,7 @@ _WRAPPERS = ("module.", "base_model.model.")  # name prefixes of DistributedData
 def scale_of(rule: Scale | None, shape: Shape) -> float:
     """Return the factor on the orthogonal update of a matrix, in addition to the learning rate.
 
-    Args:
-        rule: ``"original"`` or None: Keller Jordan's sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: Moonshot's
-            0.2 sqrt(max(rows, columns)). ``"spectral_unclamped"``: sqrt(rows / columns).
-        shape: (rows, columns).
+    The rules are Keller Jordan's (``"original"`` or None), Moonshot's (``"match_rms_adamw"``), and sqrt(rows / columns).
     """
     rows, columns = shape
     if rule == "match_rms_adamw":
@@ -373,10 +358,7 @@ class Muon(WholeOptimizer):
         return "\n".join([super().__repr__(), *lines])
 
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a copy of the param group if it has an "algorithm"; else yield one group for Muon and one for AdamW.
-
-        A group without parameters is yielded too.
-        """
+        """Yield a copy of the param group if it has an "algorithm"; else yield one group for Muon and one for AdamW."""
         if "algorithm" in group:
             if group["algorithm"] not in ("muon", "adamw"):
                 raise ValueError(f"'algorithm' of the param group is {group['algorithm']!r}: give 'muon' or 'adamw'")
@@ -485,7 +467,6 @@ class Muon(WholeOptimizer):
                 slot.grad = grad  # divided by the scale, unless the step is skipped
 
     def _options(self, slots: Mapping[int, Slot], matrix: Matrix) -> tuple[Any, ...]:
-        """Return the options of `newton_schulz` for a matrix."""
         group = slots[self.tensors.positions(matrix.tensor)[0]].group
         return group["ns_coefficients"], group["ns_steps"], group["eps"]
 
@@ -525,10 +506,7 @@ class Muon(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> Tensor:
-    """Return this rank's shard of the tensor to orthogonalise. The slot's state must contain the new momentum.
-
-    The tensor is the momentum or, with ``nesterov``, a weighted mean of the momentum and the gradient.
-    """
+    """Return this rank's shard of the tensor to orthogonalise. The slot's state must contain the new momentum."""
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 
@@ -550,10 +528,7 @@ def _boxes(tensor: LogicalTensor) -> Sequence[Box]:
 
 
 def as_matrix(shape: Shape) -> Shape:
-    """Return (rows, columns) of a parameter's matrices.
-
-    With three dims, these are the last two dims; otherwise the first dim, and the product of all other dims.
-    """
+    """Return (rows, columns): the last two of three dims, else the first dim and the product of all other dims."""
     if len(shape) == 3:
         return shape[1:]
     rest = 1

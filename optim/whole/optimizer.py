@@ -452,9 +452,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 class _Kept:
     """A copy of a shard and of its state from before a step, which `restore` writes back.
 
-    Args:
-        slot: The shard. Its states may be changed in place, replaced or added by the step.
-        flag: 0-dim: restore if it is 1. None: restore always. If the step replaces or adds states, the host reads the flag.
+    ``flag`` (0-dim): restore if it is 1. None: restore always. If the step replaces or adds states, the host reads it.
     """
 
     def __init__(self, slot: Slot, flag: Tensor | None) -> None:
@@ -521,9 +519,7 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
     Parameters, moments and step counts change in place, unless ``found_inf`` is 1. Gradients with a ``grad_scale`` may
     be divided by it in place, as in torch's own fused optimizers. Results equal those of `adamw_update` up to rounding.
 
-    Args:
-        slots: Slots for which `Slot.is_batched` is True.
-        found_inf: 0-dim float32; None: 0.
+    Requires `Slot.is_batched` of every slot.
     """
     for of_group in batching.grouped(slots, lambda slot: id(slot.group)).values():
         params, steps = [slot.param for slot in of_group], [slot.state["step"] for slot in of_group]
@@ -537,10 +533,8 @@ def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: T
     The directions are the result of an AdamW step on zeros with the learning rate -1. If ``found_inf`` is 1, moments do
     not change, and the directions are zeros.
 
-    Args:
-        slots: Slots of one param group, device and dtype for which `Slot.is_batched` is True.
-        steps: Step counts before this step, t - 1, one tensor per slot; changed in place as in `adamw_in_place`.
-        found_inf: 0-dim float32; None: 0.
+    The slots have one param group, device and dtype, and `Slot.is_batched` is True. ``steps`` are the counts before this
+    step, t - 1, one tensor per slot; they change in place.
     """
     param, group = slots[0].param, slots[0].group
     directions = batching.PackedTensors([slot.param.shape for slot in slots], param.dtype, param.device)
@@ -561,11 +555,8 @@ def fused_adamw(
 ) -> None:
     """Step ``params`` by torch's fused AdamW, with the gradients and moments of ``slots``, as `adamw_in_place` does.
 
-    Args:
-        slots: Slots for which `Slot.is_batched` is True, with the same ``grad_scale``.
-        params: Contiguous tensors of the shapes of the slots.
-        steps: Step counts before this step, one tensor per slot; changed in place.
-        found_inf: 0-dim float32; None: 0.
+    Requires `Slot.is_batched` of every slot, and one ``grad_scale`` of all slots. ``params`` are contiguous. ``steps`` are
+    the counts before this step, one tensor per slot; they change in place.
     """
     adamw(
         list(params),
@@ -592,10 +583,7 @@ LATE = 1e9
 
 
 def late_steps(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return a new step count `LATE` per slot, so that `fused_adamw` makes no bias correction.
-
-    The dtype and the device are those of the first slot's step count.
-    """
+    """Return a new step count `LATE` per slot, so that `fused_adamw` makes no bias correction."""
     return list(torch.full_like(slots[0].state["step"], LATE).expand(len(slots)).clone().unbind())
 
 
@@ -777,6 +765,6 @@ def _number_in(count: Tensor) -> int:
 def named(name: str, matrix: Matrix, which: Any = None) -> str:
     """Return the key of a matrix's state in the optimizer state, such as ``"exp_avg.0"`` or ``"root.0.1"``.
 
-    ``which`` is the index of the state, if the matrix has several states of this name. None: it has one.
+    ``which`` is the index of the state, if the matrix has several states of this name.
     """
     return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

@@ -65,10 +65,7 @@ The unit of cost is the time of one floating-point operation in a matrix product
 
 
 def sides_of(shape: Shape) -> Shape:
-    """Return the sizes of the dims that may have preconditioners: the last two dims of a stack, else all dims.
-
-    A shape with three dims is a stack of matrices.
-    """
+    """Return the sizes of the dims that may have preconditioners: the last two dims of a stack, else all dims."""
     return tuple(shape[1:]) if len(shape) == 3 else tuple(shape)
 
 
@@ -79,10 +76,7 @@ def gram(g: Tensor, dim: int) -> Tensor:
 
 
 def into(x: Tensor, bases: Sides) -> Tensor:
-    """Multiply each dim of ``x`` by a matrix: for a matrix X and ``bases`` (Q_L, Q_R), return Q_L^T X Q_R.
-
-    ``x`` has any number of dims. ``bases`` has one square matrix per dim; None: the dim is unchanged.
-    """
+    """Multiply each dim of ``x`` by a matrix: for a matrix X and ``bases`` (Q_L, Q_R), return Q_L^T X Q_R."""
     for q in bases:
         x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, ([0], [0]))
     return x
@@ -107,11 +101,8 @@ def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Improve an approximate eigenbasis by one step of power iteration, and return (new basis, order).
 
-    Args:
-        symmetric: The symmetric matrix.
-        basis: The old basis, one approximate eigenvector per column.
-    Returns:
-        The new basis, with the largest eigenvalues first, and the index of the old column for each new column.
+    The columns of ``basis`` are approximate eigenvectors. The new basis has the largest eigenvalues first; ``order`` has
+    the index of the old column for each new column.
     """
     product = symmetric @ basis
     order = torch.argsort((basis * product).sum(0), descending=True)
@@ -142,7 +133,6 @@ def into_each(x: Tensor, bases: Sides) -> Tensor:
 
 
 def eigh_each(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `eigh` of each matrix of a stack."""
     finite = torch.isfinite(symmetric).flatten(1).all(1)[:, None, None]
     eye = torch.eye(symmetric.size(-1), dtype=symmetric.dtype, device=symmetric.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
@@ -157,7 +147,6 @@ def renewed_each(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_root_each(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
-    """Return `inverse_root` of each matrix of a stack."""
     values, vectors = eigh_each(symmetric)
     root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)[:, None, :]) @ vectors.mT
     return root
@@ -499,11 +488,7 @@ def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -
 
     The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]`` is "sgd".
 
-    Args:
-        m, v: The old moments.
-        g: The gradient.
-        group: The param group.
-        t: Number of steps, including the present one.
+    ``t`` is the number of steps, including the present one.
     """
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)

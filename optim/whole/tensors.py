@@ -114,9 +114,8 @@ def _minus(box: Box, other: Box) -> Iterator[Box]:
 def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> dict[str, LogicalTensor]:
     """Return the full tensors by name, from the records of all ranks.
 
-    Args:
-        ranks: Per rank, one record (name of the full tensor, dtype, metadata, region that the rank holds) per tensor
-            that the rank's optimizer steps.
+    Per rank, ``ranks`` has one record (name of the full tensor, dtype, metadata, region that the rank holds) per tensor
+    that the rank's optimizer steps.
 
     Raises:
         ValueError: Records of one name have different full shapes, dtypes or metadata; no rank holds some elements of a
@@ -168,16 +167,10 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
     of which is a matrix. A tensor with 4 or more dims is a single matrix without blocks: the first dim is the rows, and
     all other dims together are the columns.
 
-    Args:
-        name: Name of the parameter. None: no glob matches it.
-        shape: Shape of the full tensor.
-        blocks: {glob over names: number of equal blocks along the rows, or the list of their numbers of rows}. The
-            first glob that matches the name is used.
-        spec: Layout of the parameter, whose blocks are used if no glob matches. None: no blocks.
+    The blocks are those of the first glob in ``blocks`` that matches ``name``; without a match, those of ``spec``.
 
     Raises:
-        ValueError: The blocks for the name do not fit its rows: their number does not divide the rows or is below 1, or
-            the listed sizes do not add up to the rows, or one of them is below 1.
+        ValueError: The blocks for the name do not fit its rows.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
@@ -580,7 +573,7 @@ class WholeTensors:
         """Return a number per position, which is equal for stepped tensors with equal layouts.
 
         Layouts are equal if the full tensors have the same shape, dtype and ranks, and this rank's shards have the same
-        region and shape. If each of these ranks holds the full tensor, regions and shapes of shards are not compared.
+        region and shape. Region and shape are not compared if sums over the tensors need no collective.
         """
         numbers: dict[Any, int] = {}
         found = []
@@ -727,10 +720,7 @@ def _power(tensor: Tensor) -> Tensor:
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
     """Return a view of the elements of ``tensor`` that are in ``box``.
 
-    Args:
-        tensor: A rectangle of a full tensor.
-        box: A box within this rectangle, in indices of the full tensor.
-        offsets: Index in the full tensor of the first element of ``tensor``, per dim. None: 0.
+    ``box`` is in indices of the full tensor. ``offsets`` is the index there of ``tensor``'s first element; None: zeros.
     """
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset - (offsets[dim] if offsets else 0), size)

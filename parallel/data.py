@@ -41,13 +41,7 @@ from .mesh.value_checks import wrong
 
 
 class Batch(list[int]):
-    """Picklable list of the sample indices of a batch, with the seed and the epoch for random draws in loading.
-
-    Args:
-        indices: Indices into the dataset.
-        seed: Seed of the loader.
-        epoch: Number of the epoch, from 0.
-    """
+    """Picklable list of the sample indices of a batch, with the seed and the epoch for random draws in loading."""
 
     def __init__(self, indices: Sequence[int], seed: int, epoch: int) -> None:
         super().__init__(indices)
@@ -57,23 +51,13 @@ class Batch(list[int]):
 class ShardedBatchSampler(Sampler[Batch]):
     """Batch sampler of one data coordinate. All data coordinates have the same number of batches, and no batch is empty.
 
-    Args:
-        samples: Number of samples N of the dataset.
-        batch_size: Number of samples B per batch of a data coordinate.
-        rank: Index of this data coordinate, 0..ranks-1.
-        ranks: Number of data coordinates D.
-        shuffle: True: use a new random order in every epoch. False: use the order of the dataset.
-        drop_last: True: skip the last step if it has fewer than B * D samples. False: keep it as a smaller step.
-        seed: Seed of the random orders.
-    Raises:
-        ValueError: ``batch_size`` is not an integer >= 1; ``seed`` is not an integer; or a batch would be empty. With
-            ``drop_last`` a batch would be empty if N < B * D. Without ``drop_last`` a batch would be empty if N < D, or
-            if B = 1 and N is not a multiple of D.
+    ``rank`` is the index of this data coordinate, and ``ranks`` is the number of data coordinates. ``epoch`` is the number
+    of the epoch of the next iteration. ``position`` is the number of samples, counted over all data coordinates, that the
+    next iteration skips at the start of the epoch's order.
 
-    Attributes:
-        epoch: Number of the epoch of the next iteration.
-        position: Number of samples that the next iteration skips at the start of the epoch's order. It counts the
-            samples of all data coordinates.
+    Raises:
+        ValueError: ``batch_size`` is not an integer >= 1; ``seed`` is not an integer; or a batch would be empty
+            (`step_bounds`).
     """
 
     def __init__(
@@ -99,13 +83,8 @@ class ShardedBatchSampler(Sampler[Batch]):
     def bounds_from(self, position: int) -> list[int]:
         """Return the bounds of the steps after the first ``position`` samples, as positions in the epoch's order.
 
-        Args:
-            position: Number of samples to skip, counted over all data coordinates.
-        Returns:
-            The start of each step, and the end of the last step. If ``position`` is the start of a step of the full
-            epoch, these are the bounds of this step and of the later steps.
-        Raises:
-            ValueError: A batch would be empty.
+        ``position`` is counted over all data coordinates. If it is the start of a step of the full epoch, these are the
+        bounds of this step and of the later steps. Raise ValueError if a batch would be empty.
         """
         try:
             left = step_bounds(self.samples - position, self.batch_size, self.ranks, self.drop_last)
@@ -130,11 +109,8 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
 
     If the last step would have fewer samples than there are data coordinates, samples of the previous step are moved to
     the last step, so that each data coordinate gets one sample. With ``batch_size=1``, or without a previous step, this
-    is impossible and an error.
+    is impossible.
 
-    Args:
-        samples: Number of samples of the epoch.
-        batch_size, ranks, drop_last: As in `ShardedBatchSampler`.
     Raises:
         ValueError: A batch would be empty.
     """

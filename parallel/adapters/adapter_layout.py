@@ -71,7 +71,6 @@ class AroundBase(nn.Module):
     """Base class of adapters. It has the attributes of its ``base_layer``, except those that the adapter has itself."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the base layer if the adapter has none of this name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -92,7 +91,6 @@ class AdapterLayout:
     Subclasses are for sharded base layers, and for parameters of several experts.
 
     Args:
-        registry: The process groups.
         in_features, out_features: Sizes of the full layer; for an embedding, the vocabulary and the embedding dim.
         first, second: Specs of A [r, in] and B [out, r].
         is_embedding: True if the input of the layer consists of ids, so that A is a table of r features per id.
@@ -127,10 +125,7 @@ class AdapterLayout:
         return ()
 
     def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return a triple per dim of ``input`` that the layer's axes shard: (dim, full length, spans of this rank's shard).
-
-        The spans are (offset, length) pairs in the full dim.
-        """
+        """Return (dim, full length, spans of this rank's shard) for each dim of ``input`` that the layer's axes shard."""
         return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
@@ -152,10 +147,7 @@ class AdapterLayout:
         return a, b
 
     def norms_of_output(self, norms: Tensor) -> Tensor:
-        """Return DoRA's norms of weight rows for the output features of this rank's shard of B.
-
-        ``norms`` has the norms for the output features of this rank's shard of the weight.
-        """
+        """Convert DoRA's norms of this rank's weight rows to the output features of this rank's shard of B."""
         return norms
 
     def added_bias(self, base: nn.Module) -> Tensor | None:
@@ -177,10 +169,7 @@ class AdapterLayout:
         return input
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        """Return for each id its column of the factor ``a`` [r, ids], as [..., r].
-
-        The result is zero for an id whose column another rank holds.
-        """
+        """Return for each id its column of the factor ``a`` [r, ids], as [..., r]; zero if another rank holds the column."""
         return F.embedding(ids, a.t())
 
     def join(self, hidden: Tensor) -> Tensor:
@@ -197,11 +186,9 @@ class ColumnLayout(AdapterLayout):
     """Layout of an adapter on a base layer whose output features are sharded over ``axes``.
 
     Args:
-        axes: The mesh axes that shard the output features.
         sequence_dim: Dim along which the input is sharded over the axes too. None: the input is replicated.
         completes_gradients: True: the adapter sums the gradient of A's output over the axes. False: code outside the layer
-            sums the gradient of the layer's input, as for Megatron's experts, so the gradient of A is partial. Default:
-            True.
+            sums the gradient of the layer's input, as for Megatron's experts, so the gradient of A is partial.
     """
 
     axes: Axes = ()
@@ -233,12 +220,11 @@ class RowLayout(AdapterLayout):
     """Layout of an adapter on a base layer whose input features, or whose vocabulary, are sharded over ``axes``.
 
     Args:
-        axes: The mesh axes that shard the input features or the vocabulary.
         sequence_dim: Dim along which the output is sharded over the axes. None: the output is replicated.
         sums_output: True: the adapter sums the output of A over the axes. False: code outside the layer sums the output of
-            the layer, as for Megatron's experts. Default: True.
+            the layer, as for Megatron's experts.
         exchanges_batch: True: the layer is an embedding that exchanges the batch dim and the sequence dim of its output, as
-            Megatron's embedding does with sequence parallelism. Default: False.
+            Megatron's embedding does with sequence parallelism.
     """
 
     axes: Axes = ()
@@ -404,15 +390,14 @@ def layout_of(
 
     Args:
         base: The layer. Its weight is declared, or it is a DTensor, or the mesh has one rank.
-        registry: The process groups.
         sequence_parallel: True if the activations between layers are sharded along the sequence. None: the value of the
             layer's attribute ``sequence_parallel``, or of ``reduce_scatter_embeddings`` of Megatron's embeddings; False
-            without these attributes. Default: None.
-        expert_axes: Axes along which ranks hold the layers of different experts. Default: none.
-        name: Name of the layer in errors. Default: "the base layer".
+            without these attributes.
+        expert_axes: Axes along which ranks hold the layers of different experts.
+        name: Name of the layer in errors.
     Raises:
-        ValueError: The layer is not supported; both dims of its weight are sharded, or one dim over axes in another order
-            than the topology's; or as in `weight_spec`.
+        ValueError: The layer is not supported; or both dims of its weight are sharded, or one dim over axes in another
+            order than the topology's.
     """
     found = _grid_or_cube(base, registry)
     if found is not None:
@@ -481,8 +466,6 @@ def layout_of(
 def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer") -> P:
     """Return the spec of the weight of a base layer. With one rank, an undeclared weight counts as replicated.
 
-    Errors name the layer ``name``.
-
     Raises:
         ValueError: The weight has no spec, is declared with ``owned=``, or the spec does not fit the topology.
     """
@@ -525,9 +508,8 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     """Raise ValueError if a factor is undeclared, or declared with other shards than its base layer requires.
 
     Axes of size 1, axes over which gradients are partial, and data axes over which `fully_shard` shards a factor are not
-    compared. With one rank nothing is checked. Ranks with equal declarations raise the same error.
-
-    ``factors`` are (name, parameter) pairs of A, B and, with DoRA, the magnitudes.
+    compared. With one rank nothing is checked. ``factors`` are (name, parameter) pairs of A, B and, with DoRA, the
+    magnitudes.
     """
     topology = layout.registry.topology
     for (name, param), expected in zip(factors, (layout.first, layout.second, layout.magnitude), strict=False):
@@ -562,13 +544,11 @@ def _shards(spec: P, topology: Topology, without: Axes) -> object:
 
 
 def _spec(spec: P, dims: Sequence[int | tuple[()]], inner: Axes, stacked: Axes) -> P:
-    """Return the spec of a factor of an adapter.
+    """Return the spec of a factor of an adapter, from the ``spec`` of the weight.
 
-    Args:
-        spec: The spec of the weight.
-        dims: Per dim of the factor, the dim of the weight whose axes shard it, or () if no axis shards it.
-        inner: The axes over which the layer itself is sharded.
-        stacked: The axes along which experts differ. They shard dim 0 of the factor before other axes.
+    ``dims`` has, per dim of the factor, the dim of the weight whose axes shard it, or () if no axis shards it. ``inner``
+    are the axes over which the layer itself is sharded. ``stacked`` are the axes along which experts differ; they shard
+    dim 0 of the factor before other axes.
     """
     entries: list[list[tuple[str, ...]]] = []
     for dim in dims:

@@ -47,8 +47,6 @@ class Adapter(NamedTuple):
 
     Attributes:
         name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
-        module: This module.
-        base: The base layer.
         first, second: The factors A [r, in] and B [out, r]. If one parameter has several experts, the factors have the
             shapes that `GroupedLoRA` describes.
         magnitude: DoRA's magnitudes; None without DoRA.
@@ -142,8 +140,7 @@ def declare_adapters(
 def derived_layout(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
     """Return the layout of an adapter after `declare_adapters`, derived from its base layer.
 
-    Raises:
-        ValueError: A factor is declared with other shards than the base layer requires; or as in `declare_adapters`.
+    Raise ValueError if a factor is declared with other shards than the base layer requires.
     """
     layout = _layout(adapter, registry, None, getattr(adapter.module, _EXPERT_AXES, ()))
     params = (adapter.first, adapter.second, adapter.magnitude)
@@ -390,11 +387,7 @@ def _layout(
 
 
 def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
-    """Return the layout of PEFT's adapter of a parameter of several experts. The parameter must be replicated.
-
-    Raises:
-        ValueError: The parameter is sharded; or as in `weight_spec`.
-    """
+    """Return the layout of PEFT's adapter of a parameter of several experts. The parameter must be replicated."""
     module: Any = adapter.module
     parameter = f"{adapter.name}.{module.parameter_name}"
     spec = weight_spec(getattr(adapter.base, module.parameter_name), registry.topology, parameter)

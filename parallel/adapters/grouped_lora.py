@@ -37,11 +37,7 @@ from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at,
 
 @dataclass(frozen=True)
 class GroupedLayout(AdapterLayout):
-    """Layout of the adapters of a parameter of several experts: A [experts, r, in] and B [experts, out, r].
-
-    Args:
-        experts: Number of experts in the full parameter.
-    """
+    """Layout of the adapters of a parameter of several experts: A [experts, r, in] and B [experts, out, r]."""
 
     experts: int = 1
 
@@ -235,8 +231,7 @@ def grouped_layout_of(
     """Return the layout of the factors of a parameter of several experts. The arguments are as in `GroupedLoRA`.
 
     Raises:
-        ValueError: The parameter does not exist, is not declared, does not have three dims, or is declared with
-            ``owned=``.
+        ValueError: The parameter does not exist or does not have three dims.
     """
     weight = dict(base.named_parameters(recurse=False)).get(parameter)
     if weight is None or weight.dim() != 3:
@@ -275,7 +270,6 @@ def _axes_of_fully_shard(weight: Tensor, spec: P, topology: Topology, expert_axe
 
 
 def _full_shape(weight: Any, spec: P, topology: Topology) -> tuple[int, ...]:
-    """Return the shape of the full parameter."""
     annotation = annotation_of(weight)
     if annotation is not None and annotation.full_shape is not None:
         return annotation.full_shape

@@ -190,8 +190,8 @@ class LoRA(AroundBase):
     def _row_norms(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the norm of each row of the adapted weight, for this rank's rows of B.
 
-        Args:
-            dtype: Dtype of the computation. None: the dtype of the weight, or float32 for a half-precision weight.
+        The dtype None computes in the dtype of the weight, or in float32 for a half-precision weight.
+
         Collectives: an all-reduce over the axes that shard the input features. On `Linear2D` an all-gather of A, on
         `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table. If `fully_shard`
         has sharded the weight further, two all-gathers of the weight.
@@ -297,8 +297,7 @@ class LoRA(AroundBase):
     def _scale(self, adapted: Tensor | None) -> Tensor:
         """Return magnitude / norm per output feature of this rank's shard of the weight, as a factor for this shard.
 
-        Args:
-            adapted: This rank's shard of the adapted weight, in float64. None on a rank that does not hold one.
+        ``adapted`` is this rank's shard of the adapted weight, in float64; None on a rank that does not hold one.
         """
         layout, registry = self._layout, self._layout.registry
         magnitudes = elements_at(full_factors(self)["magnitude"].double(), 0, self._weight_spans()[0])
@@ -456,10 +455,7 @@ def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
 
     If each rank has the experts 0 to n - 1 in an `nn.ModuleList`, the expert i of the rank k is the expert k * n + i of the
     dense model. In nested lists, the innermost list has the experts. The result is None if the layer is in no list.
-
-    Args:
-        model, name: The model, and the name of the layer on this rank.
-        ranks: Number of ranks along the axes; 1 for a layer that is not of an expert.
+    ``ranks`` is 1 for a layer that is not of an expert.
     """
     if ranks == 1:
         return [name]
@@ -485,7 +481,6 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
     """Return the full factors of an adapter on every rank: "A" [r, in], "B" [out, r], with DoRA "magnitude" [out].
 
     Collectives: all-gathers over the axes that shard the factors, except axes along which experts differ.
-    Host synchronization: yes, if there are collectives.
     """
     layout = adapter._layout
     params = {"A": adapter.lora_A, "B": adapter.lora_B, "magnitude": adapter.lora_magnitude_vector}
@@ -519,7 +514,6 @@ def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayo
 
 
 def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
-    """Raise ValueError if the dropout is out of range, or not supported on the layer."""
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout={dropout} must be at least 0 and below 1; write dropout=0.05, for example")
     if dropout and layout.stacked:

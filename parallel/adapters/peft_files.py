@@ -36,12 +36,8 @@ Settings = dict[str, Any]
 class StoredParameter(NamedTuple):
     """A parameter of the model, and its tensors in a file.
 
-    Attributes:
-        param: The parameter on this rank.
-        spec: Its layout.
-        keys: Names of the tensors in the file. With several names, the full parameter is the concatenation of these tensors
-            along dim 0: each tensor belongs to the experts of one rank.
-        pack, unpack: Functions that convert the full tensor to the form in the file, and back.
+    With several ``keys``, the full parameter is the concatenation of these tensors along dim 0: each tensor belongs to the
+    experts of one rank. ``pack`` and ``unpack`` convert the full tensor to the form in the file, and back.
     """
 
     param: Tensor
@@ -303,11 +299,7 @@ def _settings_of(adapter: Adapter) -> Settings:
 
 
 def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str | None) -> dict[str, Any]:
-    """Return the content of the configuration file.
-
-    Raises:
-        ValueError: Adapters have different settings ``use_rslora`` or ``use_dora``.
-    """
+    """Return the content of the configuration file; raise ValueError if ``use_rslora`` or ``use_dora`` differ."""
     first_name, first = next(iter(settings.items()))
     for name, values in settings.items():
         for key in ("use_rslora", "use_dora"):
@@ -372,11 +364,7 @@ def _part_of(
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the union of the tensors of all pipeline stages.
-
-    Raises:
-        ValueError: Two stages have different tensors of the same name.
-    """
+    """Return the union of the tensors of all pipeline stages."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for key, tensor in part.items():

@@ -51,10 +51,8 @@ _EQUAL_IN_HALF = 5e-2
 class Sketch(NamedTuple):
     """Fingerprint of a tensor on one rank, by which tensors of different ranks are compared.
 
-    Attributes:
-        norm: The 2-norm.
-        projections: Four dot products with random vectors of 1 and -1, which are the same on all ranks.
-        constant: True if all elements are equal.
+    ``projections`` are four dot products with random vectors of 1 and -1, which are the same on all ranks. ``constant`` is
+    True if all elements are equal.
     """
 
     norm: float
@@ -94,15 +92,7 @@ class Sketch(NamedTuple):
 
 
 class AuditedParameter(NamedTuple):
-    """Fingerprints of a parameter on one rank.
-
-    Attributes:
-        spec: The declared spec.
-        shape: Shape of the local tensor.
-        value: Fingerprint of the value.
-        gradient: Fingerprint of the gradient; None without a gradient.
-        within: Relative tolerance for comparisons, which depends on the dtype.
-    """
+    """Fingerprints of a parameter on one rank. ``within`` is the relative tolerance of comparisons."""
 
     spec: P
     shape: tuple[int, ...]
@@ -222,11 +212,7 @@ def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> l
     A tied parameter may have different names on its stages. Parameters that are tied over the same stages are matched
     as in `ParallelOptimizer`. First, a name that all ranks of these stages have is one parameter; such names are not in
     the dicts. Then the n-th remaining name of a rank is the same parameter as the n-th remaining name of every other rank.
-
-    Args:
-        specs: {name: spec in the axes of the topology} of the parameters on each rank. The spec of a parameter without
-            declaration is None.
-        topology: The mesh.
+    ``specs`` has the spec of each parameter in the axes of the topology; None without a declaration.
     """
     by_tie: dict[Hashable, dict[int, list[str]]] = {}
     for rank, params in enumerate(specs):
@@ -248,10 +234,7 @@ def hints_of_equal_stages(values: Sequence[Mapping[str, Hashable]], topology: To
     """Return at most one text, which names parameters of different pipeline stages with equal values.
 
     Parameters with equal values are not named if two of them are on one stage, because such copies are usually intended.
-
-    Args:
-        values: {name: fingerprint of the value} of the parameters on each rank that are neither constant nor tied.
-        topology: The mesh.
+    ``values`` has, per rank, a fingerprint of each parameter that is neither constant nor tied.
     """
     if not topology.pipe_axes:
         return ()
@@ -305,10 +288,8 @@ def _compare_ranks(
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
     """Return texts with an observation that contradicts a declared layout, and possible causes; None without one.
 
-    Args:
-        kind: The declared layout over an axis, as `Disagreement.declared`.
-        audited: The parameter on each rank along the axis.
-        other_samples: True if these ranks see different samples. Gradients are then not compared.
+    ``audited`` has the parameter on each rank along an axis. If these ranks see different samples, gradients are not
+    compared.
     """
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]

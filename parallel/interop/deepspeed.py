@@ -138,7 +138,7 @@ class ModelParallelUnit:
 
 
 def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
-    """Return the axes of DeepSpeed's model-parallel group: all axes except the data axes, in the topology's order."""
+    """Return the axes of DeepSpeed's model-parallel group: all axes except the data axes."""
     return tuple(axis for axis in topology.axes if axis not in topology.data_axes)
 
 
@@ -146,11 +146,6 @@ def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> boo
     """Return True if the rank at ``coordinate`` must count its shard of a parameter in DeepSpeed's gradient norm.
 
     Several ranks of a model-parallel group may hold the same shard. The result is True for the first of these ranks.
-
-    Args:
-        spec: The parameter's spec.
-        coordinate: The rank's index on each axis.
-        topology: Provides the axes.
     """
     spec = spec.resolve(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]

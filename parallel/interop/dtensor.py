@@ -56,9 +56,9 @@ def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
     """Check that each mesh dim of a DTensor is along the same ranks as an axis, or several axes, of the topology.
 
-    Returns:
-        A dict from the names of mesh dims to their axes. It has only the mesh dims whose names are neither axes nor aliases
-        of the topology.
+    Return a dict from the names of mesh dims to their axes. It has only the mesh dims whose names are neither axes nor
+    aliases of the topology.
+
     Raises:
         ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim has the name of an
             axis or alias, but other ranks.
@@ -121,9 +121,6 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
             fully_shard(model, mesh=registry.device_mesh("data"))
 
     A parameter that is declared within the block keeps this declaration. If the block raises, nothing is copied.
-
-    Args:
-        module: The module whose parameters are replaced.
     """
     before = {place: annotation_of(param) for place, param in _places(module)}
     by_name = {name: annotation_of(param) for name, param in module.named_parameters()}
@@ -154,9 +151,7 @@ def placement_spec(tensor: DTensor) -> P:
     is P(("tensor", "data")). If no later mesh dim shards the tensor dim, the tensor dim consists of f blocks, such as the
     gate and up weights in one matrix, and the mesh dim shards each block.
 
-    Raises:
-        ValueError: A placement is partial or of an unknown kind, or the split factor of a strided shard does not fit the
-            sizes of the mesh dims.
+    A placement that is partial or of an unknown kind raises ValueError.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]
@@ -182,13 +177,7 @@ def placement_spec(tensor: DTensor) -> P:
 
 
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
-    """Insert ``axis`` into ``axes``, after the first axes whose sizes have the product ``split_factor``.
-
-    ``axes`` are the axes that already shard a tensor dim, slowest first.
-
-    Raises:
-        ValueError: The product of the sizes of the first axes is not ``split_factor`` for any number of axes.
-    """
+    """Insert ``axis`` into ``axes``, slowest first, after the first axes whose sizes have the product ``split_factor``."""
     parts, position = 1, 0
     while parts < split_factor and position < len(axes):
         parts *= sizes[axes[position]]
@@ -208,8 +197,7 @@ def annotation_for(param: DTensor) -> Annotation:
     declaration. Without a declaration, the layout over other axes is unknown, and the annotation has ``declared=False``.
 
     Raises:
-        ValueError: A placement can't be described by a spec (`placement_spec`), or the declaration contradicts the
-            placements.
+        ValueError: The declaration contradicts the placements.
     """
     declared, axes, inner, (topology, found) = (
         annotation_of(param),
@@ -240,10 +228,7 @@ def annotation_for(param: DTensor) -> Annotation:
 
 
 def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
-    """Return the topology of the last `check_mesh` call for this DTensor by `local_parameter`, and the result of the call.
-
-    Before the first such call, return (None, {}).
-    """
+    """Return the topology and the result of the last `check_mesh` call by `local_parameter`; (None, {}) before it."""
     found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
     return found
 
@@ -256,14 +241,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
     The annotation of the local parameter has the layout over all axes, from the DTensor's placements and declaration. Every
     call returns the same object for a DTensor. If the layout, the memory or ``requires_grad`` of the DTensor has changed
-    since the last call, the object is updated.
-
-    Args:
-        param: A DTensor parameter.
-        topology: Provides the axes. Default None: the mesh is not checked.
-    Raises:
-        ValueError: A placement can't be described by a spec, or the declaration contradicts the placements. With a
-            topology, also: the mesh lacks this rank, or has a dim whose ranks are not the ranks of axes (`check_mesh`).
+    since the last call, the object is updated. Without a topology the mesh is not checked (`check_mesh`).
     """
     # `to_local` is not used, because it would create a new view in every call.
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
@@ -290,7 +268,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
     """Make the local parameter ``piece`` use the memory of the DTensor's local tensor, and return it.
 
-    If ``piece`` is None, the DTensor has no local parameter yet, and a new one is created.
+    If ``piece`` is None, a new local parameter is created.
     """
     value = waited(param._local_tensor).detach()
     if piece is None:
@@ -307,10 +285,7 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
 
     An axis that does not shard the parameter becomes a partial axis in the spec of the local parameter. An axis that shards
     the parameter can't become a partial axis, because a spec names an axis once; `local_gradient` sums over this axis.
-
-    Args:
-        param: A DTensor parameter.
-        axes: Mesh dims that are not declared partial. They replace the axes that an earlier call stored.
+    ``axes`` are not declared partial. They replace the axes that an earlier call stored.
     """
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
@@ -319,24 +294,17 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
 
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
-    """Return the global ranks of the DTensor's mesh, in row-major order over its dims."""
     return tuple(param.device_mesh.mesh.flatten().tolist())
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes that `settle_sums` stored for the DTensor of the local parameter ``piece``.
-
-    The gradient of the DTensor is partial over them, and must be summed.
-    """
+    """Return the axes that `settle_sums` stored for the DTensor of the local parameter ``piece``."""
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
 
 
 def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
-    """Return ``annotation`` with ``axes`` as additional partial axes, except axes that its spec already names.
-
-    An axis that shards the parameter is therefore not added, because a spec cannot name an axis twice.
-    """
+    """Return ``annotation`` with ``axes`` as additional partial axes, except axes that its spec already names."""
     spec = annotation.spec
     more = [axis for axis in axes if axis not in spec.named_axes]
     return replace(annotation, spec=spec.with_partial((*spec.partial, *more))) if more else annotation
@@ -351,7 +319,7 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
     """Increment the version counter of ``local`` if the DTensor ``outer`` was written since the last call.
 
     ``local`` is a tensor on the memory of the DTensor's local tensor. An in-place operation on a DTensor writes to this
-    memory, but torch increments only the DTensor's counter. The counter at the last call is an attribute of ``outer``.
+    memory, but torch increments only the DTensor's counter.
     """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
@@ -377,30 +345,23 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool) -> None:
-    """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`.
+    """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`, in ``piece.grad_dtype``.
 
-    The result is cast if ``piece.grad_dtype`` is another dtype. ``piece.grad`` is None if the result is None. The arguments
-    are as in `local_gradient`.
-
-    Raises:
-        ValueError: The gradient's placements are not supported; see `local_gradient`.
-    Collectives: with ``to_sum``, those of `local_gradient`; else none.
+    Arguments, errors and collectives are those of `local_gradient`.
     """
     local, wanted = local_gradient(param, piece, to_sum=to_sum), piece.grad_dtype
     piece.grad = local if local is None or wanted is None or wanted == local.dtype else local.to(wanted)
 
 
 def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> Tensor | None:
-    """Return this rank's local tensor of the gradient of a DTensor, in the layout of the DTensor's local parameter.
+    """Return this rank's local tensor of the gradient of a DTensor, in the layout of its local parameter ``piece``.
 
     If the placements of the gradient differ from the placements of the parameter, ``param.grad`` is replaced by a gradient
     with the parameter's placements. It is not replaced if the gradient stays partial and ``to_sum`` is False.
 
     Args:
-        param: A DTensor parameter.
-        piece: The local parameter of ``param``.
         to_sum: Pass True if you then sum the result in place over the partial axes in the spec of ``piece``. The new
-            ``param.grad``, which shares memory with the result, then has the summed gradient. Default: False.
+            ``param.grad``, which shares memory with the result, then has the summed gradient.
     Returns:
         The local gradient; None if ``param`` has no gradient. With ``to_sum``, a rank without a gradient contributes zeros
         to the all-reduces below, and returns its slice of the sum; None if there are no all-reduces.
@@ -431,12 +392,11 @@ def sum_partial_gradient(param: DTensor) -> None:
     """Replace ``param.grad`` by its sum if it is a DTensor that is partial over a mesh dim.
 
     An example is the gradient of a norm layer under `SequenceParallel`. The new gradient has the placements of the
-    parameter. If the parameter is declared with partial axes, the gradient is unchanged, because the caller sums it.
+    parameter. If the parameter is declared with partial axes, the gradient is unchanged, because the caller sums it. If the
+    gradient is partial on a rank, it must be partial on all ranks of the mesh.
 
-    Args:
-        param: A DTensor parameter. If its gradient is partial on a rank, it must be partial on all ranks of the mesh.
-    Collectives: for a partial gradient, those of `DTensor.redistribute`: an all-reduce per partial mesh dim, or a
-    reduce-scatter if this mesh dim shards the parameter.
+    Collectives: for a partial gradient, an all-reduce per partial mesh dim, or a reduce-scatter if this mesh dim shards the
+    parameter.
     """
     grad, declared = param.grad, annotation_of(param)
     if not isinstance(grad, DTensor) or (declared is not None and declared.spec.partial):
@@ -448,7 +408,7 @@ def sum_partial_gradient(param: DTensor) -> None:
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from the local parameter ``piece``. Give it to the DTensor ``param`` if ``param`` has none."""
+    """Move the gradient of the local parameter ``piece`` to the DTensor ``param``; discard it if ``param`` has one."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))
@@ -471,12 +431,7 @@ def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
 
 
 def sums_seen(params: Iterable[Tensor]) -> Sums:
-    """Implement `local_parameters.sums_seen`: return the undeclared partial axes of each DTensor's gradient.
-
-    Raises:
-        ValueError: The placements of a gradient can't be converted to those of its parameter by slicing or summing; or a
-            gradient is not partial over an axis that is declared partial.
-    """
+    """Implement `local_parameters.sums_seen`."""
     seen = {}
     for key, param in _keyed(params):
         if isinstance(grad := param.grad, DTensor):
@@ -493,10 +448,7 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
 
 
 def settle(params: Iterable[Tensor], seen: Sequence[Sums]) -> bool:
-    """Implement `local_parameters.settle_sums`: store the union of the axes in ``seen`` for each DTensor.
-
-    The axes are stored by `settle_sums` of this module. Return True if an axis was stored that was not stored before.
-    """
+    """Implement `local_parameters.settle_sums`."""
     changed = False
     for key, param in _keyed(params):
         settled = settled_sums(local_parameter(param))
@@ -523,7 +475,7 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
     """Convert a gradient to the placements of the parameter, and return its local tensor.
 
     The result stays partial over the partial axes in the spec of ``piece``, because the step sums it over them. Arguments,
-    result, errors and collectives are those of `local_gradient`; ``grad`` is ``param.grad``.
+    result, errors and collectives are those of `local_gradient`.
     """
     partial_axes, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
@@ -561,13 +513,7 @@ def _check(
 ) -> None:
     """Raise ValueError if a gradient's placement over ``axis`` can't be converted to the parameter's placement.
 
-    Args:
-        param: The DTensor parameter.
-        axis: Name of a dim of the parameter's mesh.
-        has: The gradient's placement over ``axis``.
-        wanted: The parameter's placement over ``axis``.
-        summed: Axes over which the gradient may be partial.
-        declared: Axes over which the gradient must be partial.
+    The gradient may be partial over the axes ``summed``, and must be partial over the axes ``declared``.
     """
     if _is_sum(has):
         if axis not in summed:
@@ -635,8 +581,8 @@ def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
     """Return this rank's shard of ``local`` over the mesh dims ``axes``, which shard ``param``.
 
-    ``local`` is a local gradient that is not sharded over ``axes``. Over all other axes it has the layout of ``param``. The
-    result is not a view of a larger tensor.
+    ``local`` is not sharded over ``axes``. Over all other axes it has the layout of ``param``. The result is not a view of
+    a larger tensor.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):
@@ -667,7 +613,7 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """Return the (offset, length) spans of this rank's shard of a tensor dim that has ``length`` elements before sharding.
 
-    The placements of ``param`` determine the shard. Axes in ``without`` are ignored, as if they did not shard the dim.
+    The axes ``without`` are ignored, as if they did not shard the dim.
     """
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
@@ -694,17 +640,9 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 class _Seen(NamedTuple):
     """Result of `of_each` for one DTensor parameter, cached on the parameter.
 
-    The result is the first three fields. It is valid while the other fields are the current objects.
-
-    Attributes:
-        piece: The local parameter.
-        annotation: The annotation of the local parameter.
-        size: Number of elements of the local gradient.
-        local: The DTensor's local tensor.
-        layout: torch's DTensorSpec of the DTensor.
-        declared: The annotation of the DTensor itself; None: it was not declared.
-        topology: The topology that was passed.
-        grad_layout: torch's DTensorSpec of the gradient.
+    The result is the first three fields. It is valid while the other fields are the current objects. ``annotation`` is that
+    of the local parameter ``piece``, ``declared`` that of the DTensor itself. ``size`` is the number of elements of the
+    local gradient. ``layout`` and ``grad_layout`` are torch's DTensorSpec of the DTensor and of the gradient.
     """
 
     piece: Tensor
@@ -727,11 +665,7 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
     """Implement `local_parameters.local_gradients` for lists with DTensors: return the fields of its result.
 
-    Results for DTensors are cached on the DTensors (`_Seen`).
-
-    Raises:
-        ValueError: The layout or the gradient of a DTensor is not supported; see `local_parameter` and `local_gradient`.
-    Collectives: with ``sum_partial``, those of `sum_partial_gradient` for each partial gradient; else none.
+    Results are cached on the DTensors (`_Seen`).
     """
     params = list(params)
     members = [*map(_MEMBERS, params)]
@@ -753,13 +687,8 @@ def _valid_columns(
 ) -> LocalLists | None:
     """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
-    The checks are passes over lists in C, because Python code per parameter would be slow.
-
-    Args:
-        params, members: DTensor parameters, and the ``__dict__`` of each.
-        grads: The gradient of each parameter; None or a plain tensor makes the results invalid.
-        seen: The cached result (`_Seen`) of each parameter.
-        topology: The topology for which the results must be valid.
+    The checks are passes over lists in C, because Python code per parameter would be slow. ``members`` has the ``__dict__``
+    of each parameter. A gradient that is None or a plain tensor makes the results invalid.
     """
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)

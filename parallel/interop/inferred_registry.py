@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 class _Inferred(NamedTuple):
     """A registry, and the device meshes from which its axes were derived.
 
-    Attributes:
-        world: The default process group when the registry was created; None if ``torch.distributed`` was not initialised.
-        meshes: The device meshes of the DTensors.
-        registry: The registry.
+    ``world`` is the default process group when the registry was created; None without ``torch.distributed``.
     """
 
     world: object
@@ -40,7 +37,6 @@ class _View(NamedTuple):
     """The device meshes and parameters of one rank, in a form that ranks can exchange.
 
     Attributes:
-        dims: The mesh dims of this rank's DTensors.
         sliced_off: If the mesh of a DTensor is a slice of a larger mesh, the other mesh dims of the larger mesh.
         averaged: For each mesh dim over which `fully_shard` averages gradients, the global ranks along it.
         parameters: Per parameter, its placements as text ("" for a plain tensor) and its shape.
@@ -71,9 +67,6 @@ def _infer(view: Callable[[], _View], any_roles: bool) -> ProcessGroupRegistry:
         view: Returns this rank's meshes and parameters. If it raises on a rank, all ranks raise.
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
             mesh, is a model axis. This is right if nothing is averaged, as in clipping. False: such an axis is an error.
-    Raises:
-        ValueError: On every rank: no axes exist of which all mesh dims are products; without ``any_roles``, the names of an
-            axis have different default roles; or the name of a mesh dim can't be the name of an axis.
     Collectives: one object all-gather over the world. If ``torch.distributed`` is not initialised there is none, and the
     registry has one rank.
     """
@@ -89,11 +82,6 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     have different default roles is a model axis. Later calls return the cached registry, until the default process group
     is replaced.
 
-    Args:
-        params: This rank's parameters: DTensors and plain tensors.
-    Raises:
-        ValueError: On every rank, in the first call: no axes exist of which all mesh dims are products, or the name of a
-            mesh dim can't be the name of an axis.
     Collectives: in the first call with these meshes, one object all-gather over the world, so all ranks must make this call
     at the same point. None in later calls, or if ``torch.distributed`` is not initialised.
     Host synchronization: yes, if there is a collective.
@@ -113,16 +101,12 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
     """Return a registry derived from the device meshes of a model, and declare the model's undeclared parameters ``P()``.
 
     ``P()`` declares a plain parameter replicated. It declares a DTensor replicated over all axes outside its device mesh.
-
     For a model that contains a Transformers model sharded by `from_pretrained`, the function returns
     `transformers.registry_of` of the model instead. Call the function on all ranks.
 
-    Args:
-        model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.
     Raises:
         ValueError: On every rank: no axes exist of which all mesh dims are products; the names of an axis have different
-            default roles; or the name of a mesh dim can't be the name of an axis. For a Transformers model as in
-            `transformers.registry_of`.
+            default roles; or the name of a mesh dim can't be the name of an axis.
         TypeError: ``model`` is not a module. Other ranks raise ValueError.
     Collectives: one object all-gather over the world. None for a Transformers model, or if ``torch.distributed`` is not
     initialised.
@@ -151,8 +135,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 def averaging_modules(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of ``model`` that average gradients.
 
-    These are `DistributedDataParallel` modules and modules to which `fully_shard` was applied. A module inside another one
-    of these modules is left out.
+    These are `DistributedDataParallel` modules and modules to which `fully_shard` was applied.
     """
     names = (("torch.nn.parallel.distributed", "DistributedDataParallel"), ("torch.distributed.fsdp", "FSDPModule"))
     kinds = tuple(kind for kind in (loaded_class(*name) for name in names) if kind is not None)
@@ -179,8 +162,7 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
     """Return the mesh dims, averaged ranks and layouts of this rank's ``params``, as a `_View`.
 
-    If a mesh has no dim names, its dims are named dim_0, dim_1, ... Over the meshes ``averaging``, `fully_shard` averages
-    gradients.
+    Over the meshes ``averaging``, `fully_shard` averages gradients.
     """
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)
@@ -199,13 +181,9 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
-    """Return the topology of all ranks' device meshes, as `_infer` describes.
+    """Return the topology of all ranks' device meshes, as `_infer` describes; ``views`` is indexed by global rank.
 
-    ``views`` is indexed by global rank. If no common axes exist, the dims in `_View.sliced_off` are left out, because no
-    DTensor is on them.
-
-    Raises:
-        ValueError: No common axes exist without the dims in `_View.sliced_off`; or as in `_infer`.
+    If no common axes exist, the dims in `_View.sliced_off` are left out, because no DTensor is on them.
     """
     if any(view.sliced_off for view in views):
         with suppress(ValueError):
@@ -216,12 +194,7 @@ def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
 def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any_roles: bool) -> Topology:
     """Return the topology with the largest axes of which every mesh dim in ``dims`` is a product.
 
-    Args:
-        views: The `_View` of each global rank, from which the roles of axes are derived.
-        dims: Per global rank, the mesh dims that determine the axes.
-        any_roles: As in `_infer`.
-    Raises:
-        ValueError: As in `_infer`.
+    The roles of axes are derived from ``views``. ``dims`` has, per global rank, the mesh dims that determine the axes.
     """
     roles: dict[str, Role] = {}
 

@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return the class ``name`` of the module named ``module``; None if the module has not been imported.
-
-    If it has not been imported, no instance of the class can exist.
-    """
+    """Return the class ``name`` of the module named ``module``; None if the module has not been imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
-    """Return True if any of the tensors is a DTensor."""
     kind = loaded_class("torch.distributed.tensor", "DTensor")
     return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
 
@@ -67,8 +63,8 @@ def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
 def named_shards(model: nn.Module) -> dict[str, Tensor]:
     """Return ``model.named_parameters()`` as a dict, with sharded parameters for all `fully_shard` modules.
 
-    A `fully_shard` module may still have its gathered parameters, for example after a forward without a backward. The dict
-    has the sharded DTensor in place of each gathered parameter, because optimizers need the sharded parameters.
+    A `fully_shard` module may still have its gathered parameters, for example after a forward without a backward.
+    Optimizers need the sharded parameters.
     """
     shards: dict[int, Tensor] = {}
     for module in fully_sharded(model):
@@ -89,11 +85,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
     """Return the local parameter of a DTensor: a plain parameter that uses the memory of the DTensor's local tensor.
 
-    The local parameter is annotated with the DTensor's spec. A plain parameter is returned unchanged.
+    The local parameter is annotated with the DTensor's spec. A plain parameter is returned unchanged. Without a topology
+    the mesh of a DTensor is not checked.
 
-    Args:
-        param: Any parameter.
-        topology: Provides the axes. Default None: the mesh of a DTensor is not checked.
     Raises:
         ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or with a
             topology, its mesh lacks this rank, or has a dim whose ranks are not the ranks of axes.
@@ -131,13 +125,9 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
 class Gradients(NamedTuple):
     """Local parameters, local gradients and annotations, in the order of a list of parameters.
 
-    Attributes:
-        params: The local parameter of each parameter: a plain parameter itself, or a plain parameter on the memory of a
-            DTensor's local tensor.
-        gradients: Local gradient per parameter; None for a parameter without a gradient.
-        annotations: Annotation (layout and name) of each local parameter; None for a plain parameter that was not declared.
-        sizes: Number of elements of each gradient, if all results were cached. All gradients are then dense and real.
-            Default None: unknown.
+    A gradient is None for a parameter without a gradient; an annotation is None for a plain parameter that was not
+    declared. ``sizes`` has the number of elements of each gradient, if all results were cached; all gradients are then
+    dense and real. None: unknown.
     """
 
     params: list[Tensor]
@@ -149,15 +139,12 @@ class Gradients(NamedTuple):
 def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
     """Return the local parameter, local gradient and annotation of each parameter.
 
-    Args:
-        params: Any parameters.
-        topology: Provides the axes.
-        sum_partial: True: first replace partial gradients of DTensors by their sums, except gradients of parameters that
-            are declared partial. Default: False.
+    With ``sum_partial``, first replace partial gradients of DTensors by their sums, except gradients of parameters that are
+    declared partial.
+
     Raises:
         ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
-    Collectives: with ``sum_partial``, per partial gradient an all-reduce or reduce-scatter over each partial mesh dim; else
-    none.
+    Collectives: with ``sum_partial``, per partial gradient an all-reduce or reduce-scatter over each partial mesh dim.
     """
     if not has_dtensors(params):
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
@@ -172,16 +159,12 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 
     In the block, a local parameter uses the memory of the DTensor's local tensor, and its ``grad`` is the local tensor of
     the DTensor's gradient. When the block ends, ``grad`` is removed from the local parameter. It becomes the gradient of
-    the DTensor if the DTensor has none.
+    the DTensor if the DTensor has none. Pass ``to_sum=True`` if the block sums the partial gradients in place over the
+    partial axes in the specs.
 
-    Args:
-        params: Any parameters.
-        topology: Provides the axes. Each mesh dim of a DTensor must be along the ranks of one or several axes.
-        to_sum: Pass True if the block sums the partial gradients in place over the partial axes in the specs. Default:
-            False.
     Raises:
         ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
-    Collectives: with ``to_sum``, all-reduces of partial gradients of sharded DTensors, when the block starts; else none.
+    Collectives: with ``to_sum``, all-reduces of partial gradients of sharded DTensors, when the block starts.
     """
     if not has_dtensors(params):
         yield list(params)
@@ -204,10 +187,8 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 def sums_seen(params: Sequence[Tensor]) -> Sums:
     """Return for each DTensor with a gradient the axes over which the gradient is partial but not declared partial.
 
-    Args:
-        params: Any parameters; plain tensors are ignored.
-    Returns:
-        A dict from a key of the DTensor, which is the same on all ranks of its mesh, to the axes.
+    The key of a DTensor in the dict is the same on all ranks of its mesh.
+
     Raises:
         ValueError: The placements of a gradient can't be converted to the placements of its parameter; or a gradient is
             not partial over an axis that is declared partial.
@@ -222,11 +203,8 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
 def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
     """Store the union of the partial axes that `sums_seen` found on all ranks, so that every step sums these gradients.
 
-    Args:
-        params: The parameters that were passed to `sums_seen`, in the same order.
-        seen: The result of `sums_seen` on each rank.
-    Returns:
-        True if an axis was stored that was not stored before.
+    ``params`` are the parameters that were passed to `sums_seen`, in the same order. Return True if an axis was stored that
+    was not stored before.
     """
     if not has_dtensors(params):
         return False
@@ -248,12 +226,7 @@ def divide_once(model: nn.Module) -> None:
 
     If the shard mesh of a module has size 1, torch divides float16 and float64 gradients twice by this factor, and with
     ``set_force_sum_reduction_for_comms`` gradients of all dtypes. Call this function before the first backward; it does
-    not change existing gradients.
-
-    Args:
-        model: Any module. Only `fully_shard` modules within it that have such a factor and a shard mesh of size 1 are
-            changed.
-    Collectives: none. Host synchronization: none.
+    not change existing gradients. Only modules with such a factor and a shard mesh of size 1 are changed.
     """
     for module in fully_sharded(model):
         for group in _param_groups(module):

@@ -56,11 +56,8 @@ Eight half-precision elements are 16 bytes, which GPU kernels and collectives lo
 class Segment:
     """The contiguous elements of one parameter that lie in one rank's slice of a flat bucket.
 
-    Args:
-        position: Index of the parameter among the bucket's parameters.
-        start: Index of the segment's first element in the flattened parameter.
-        numel: Number of elements.
-        offset: Index of the segment's first element in the slice.
+    The segment begins at element ``start`` of the flattened parameter, the one at ``position`` in the bucket, and at
+    element ``offset`` of the slice.
     """
 
     position: int
@@ -73,10 +70,8 @@ class Segment:
 class FlatBucket:
     """The position of each parameter in one flat buffer. The buffer is divided into slices of equal length.
 
-    Args:
-        indices: Index of each parameter of the bucket in the caller's list of parameters, ascending.
-        numels: Number of elements of each parameter.
-        slices: Number of slices: one per rank for a reduce-scatter, 1 for an all-reduce.
+    ``indices`` of the parameters in the caller's list are ascending. ``slices`` is one per rank for a reduce-scatter,
+    and 1 for an all-reduce.
     """
 
     indices: tuple[int, ...]
@@ -85,39 +80,30 @@ class FlatBucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return for each parameter the index of its first element in the buffer."""
         return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return for each parameter (index of its first element, index after its last element) in the buffer."""
         return tuple((start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True))
 
     @property
     def end(self) -> int:
-        """Return the index in the buffer after the last parameter's last element."""
         return self.spans[-1][1]
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of all parameters, without padding."""
         return sum(self.numels)
 
     @property
     def slice_numel(self) -> int:
-        """Return the number of elements of each slice, with padding."""
         return _aligned(-(-self.end // self.slices))
 
     @property
     def padded_numel(self) -> int:
-        """Return the number of elements of all slices, with padding."""
         return self.slice_numel * self.slices
 
     def segments(self, index: int) -> list[Segment]:
-        """Return the segments in slice number ``index``, in the order of the parameters.
-
-        A parameter without elements in the slice has no segment.
-        """
+        """Return the segments in slice number ``index``, in the order of the parameters."""
         low, high = index * self.slice_numel, (index + 1) * self.slice_numel
         found = []
         for position, (start, stop) in enumerate(self.spans):
@@ -136,11 +122,8 @@ def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, buc
 
     Backward usually computes the gradients of the last parameters first, so it fills the buckets in this order.
 
-    Args:
-        indices: Index of each parameter in the caller's list of parameters, ascending.
-        numels: Number of elements of each parameter.
-        slices: Number of slices per bucket.
-        bucket_numel: Maximum number of elements per bucket, without padding. A larger parameter gets a separate bucket.
+    ``bucket_numel`` is the maximum number of elements per bucket, without padding. A larger parameter gets a separate
+    bucket.
     """
     runs: list[list[int]] = []
     size = 0
@@ -213,10 +196,8 @@ class NoCompression(CommHook):
 class Reducible(Protocol):
     """The gradients of several parameters, which are reduced together.
 
-    Attributes:
-        params: The tensors whose ``.grad`` is reduced.
-        adopt: True: gradients may become views of a flat buffer. `keep_in_place` sets it to False when a CUDA graph is
-            captured: graphs of other micro-batches accumulate into the gradients at their present addresses.
+    If ``adopt`` is True, gradients may become views of a flat buffer. `keep_in_place` sets it to False when a CUDA
+    graph is captured: graphs of other micro-batches accumulate into the gradients at their present addresses.
     """
 
     adopt: bool
@@ -238,9 +219,7 @@ class Reducible(Protocol):
 class UnreducedGradients:
     """The gradients of several parameters, which are multiplied by a factor and not summed over ranks.
 
-    Args:
-        params: The tensors whose ``.grad`` is scaled.
-        scale: The factor, such as 1 / number of data-parallel ranks.
+    ``scale`` is the factor, such as 1 / number of data-parallel ranks.
     """
 
     group = None
@@ -254,9 +233,6 @@ class UnreducedGradients:
         """Scale the gradients in place, and return a function that does nothing.
 
         Half-precision gradients of float32 parameters become float32 first. A gradient that is None stays None.
-
-        Collectives: none.
-        Host synchronization: none.
         """
         widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
@@ -273,19 +249,15 @@ class GradientBucket:
     """The gradients of the parameters of one flat bucket, on this rank. A collective sums them over a process group.
 
     Args:
-        params: The tensors whose ``.grad`` is summed, all on one device.
         layout: The layout of the flat buffer. For `reduce_scatter` it has one slice per rank of the group.
-        group: The process group of the sum.
-        hook: The communication hook.
         dtype: Dtype of the buffer.
         scale: Factor on each rank's gradients before the sum. Averages are divided here and not after the sum, so that
-            the sum overflows less easily in half precision. Default: 1.
+            the sum overflows less easily in half precision.
         adopt: True: after an all-reduce, the gradients of contiguous parameters become views of the flat buffer, which
-            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): only
-            gradients with another dtype than the buffer become views.
+            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False: only gradients with
+            another dtype than the buffer become views.
         pending: Parameters with partial or tied gradients, which must not be summed a second time. After an all-reduce
             their gradients are marked as reduced (`mark_complete`). A bucket with such parameters ignores ``adopt``.
-            Default: none.
     """
 
     def __init__(
@@ -311,7 +283,6 @@ class GradientBucket:
         self._gaps = [(stop, start) for (_, stop), (start, _) in pairwise(ends) if stop != start]
 
     def start(self) -> Finish:
-        """Start `all_reduce`, and return the function that finishes it."""
         return self.all_reduce()
 
     @torch.no_grad()
@@ -339,10 +310,9 @@ class GradientBucket:
     def reduce_scatter(self, own: Tensor) -> tuple[Finish, Tensor]:
         """Start to write this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
 
-        Returns:
-            A function that finishes the sum, and the flat buffer. Keep the buffer alive until the function has run.
-            Until then do not write to the gradients, because the buffer can be the memory of a gradient. You may set
-            them to None.
+        Return a function that finishes the sum, and the flat buffer. Keep the buffer alive until the function has run.
+        Until then do not write to the gradients, because the buffer can be the memory of a gradient. You may set them
+        to None.
         Collectives: issued by the communication hook; one with the hooks of this library.
         """
         first = dense(self.params[0].grad)
@@ -426,7 +396,6 @@ def keep_in_place(buckets: Iterable[Reducible]) -> None:
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """Return a sparse gradient as a dense tensor. Return a dense gradient, and None, unchanged."""
     return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -447,12 +416,8 @@ def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[s
     A tied axis is returned although the sum has only the ranks at its tied coordinates; `sync_ranks` returns these
     ranks.
 
-    Args:
-        spec: Layout of the parameter.
-        topology: The mesh.
-        average_data: True: include the data-parallel axes that ``spec`` does not name. False: return only partial and
-            tied axes, because other code averages over the data-parallel axes.
-        averaged: Axes over which the gradient is already averaged (`ParameterEntry.averaged`). Default: none.
+    With ``average_data=False``, only partial and tied axes are returned, because other code averages over the
+    data-parallel axes. Over ``averaged`` the gradient is already averaged (`ParameterEntry.averaged`).
     """
     spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
@@ -464,10 +429,7 @@ def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[s
 def sync_ranks(
     spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
-    """Return the ranks over which the gradient on ``rank`` is summed, ascending, including ``rank``.
-
-    ``spec``, ``average_data`` and ``averaged`` are as in `sync_axes`.
-    """
+    """Return the ranks over which the gradient on ``rank`` is summed, ascending, including ``rank``."""
     spec = spec.resolve(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
@@ -487,11 +449,6 @@ def layout_kind(spec: P, topology: Topology) -> NormBucket:
 
 
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...]) -> float:
-    """Return the factor by which the local gradient is multiplied before it is summed over ranks.
-
-    It is 1 / (number of ranks along the data-parallel axes that are not in ``averaged``). If ``average_data`` is False,
-    it is 1.
-    """
     data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
     return 1 / prod(topology.size(axis) for axis in data)
 
@@ -532,18 +489,11 @@ def gradient_buckets(
     same order on these ranks. Buckets of gradients that are only scaled come last.
 
     Args:
-        params: The parameters, in the order of the plan's entries.
-        plan: The plan of the parameters.
-        registry: The process groups.
-        average_data: False: other code averages over the data-parallel axes (`DistributedDataParallel`, FSDP). Partial and
-            tied gradients are still summed. Default: True.
-        hook: The communication hook of flat buckets. None (default): `NoCompression`.
-        adopt: True: gradients of contiguous parameters may become views of the flat buffer. Default: False.
-        only: Returns True for the entries of the plan whose gradients are reduced. None (default): all entries.
-        bucket_bytes: Maximum size of a bucket in bytes; a larger parameter gets a separate bucket. None (default): 32
-            MiB.
-    Collectives: none here. `Reducible.start` of a returned bucket calls the hook's ``all_reduce``, unless gradients are
-        only scaled.
+    ``params`` are in the order of the plan's entries. With ``average_data=False``, other code averages over the
+    data-parallel axes (`DistributedDataParallel`, FSDP); partial and tied gradients are still summed. With ``adopt``,
+    gradients of contiguous parameters may become views of the flat buffer. ``only`` is True for the entries whose
+    gradients are reduced. ``bucket_bytes`` is the maximum size of a bucket (None: 32 MiB); a larger parameter gets a
+    separate bucket.
     """
     topology = plan.topology
     by_key, by_scale = _group_params(params, plan, average_data, only)
@@ -743,9 +693,8 @@ def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> lis
 
     The sums are computed in float64, without the rounding of `Bf16Compression`'s own sum.
 
-    Args:
-        rounds: ``rounds[t][r]`` is the float32 input of rank r in round t.
-        error_feedback: True: before rounding, add the rounding error of the rank's previous round to its input.
+    ``rounds[t][r]`` is the float32 input of rank r in round t. With ``error_feedback``, the rounding error of the
+    rank's previous round is added to its input before rounding.
     """
     lost = [torch.zeros_like(flat) for flat in rounds[0]]
     sums = []

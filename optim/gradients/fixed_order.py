@@ -51,8 +51,7 @@ class TreeSum:
     Half-precision gradients are summed in float32. If a parameter got a gradient in none of a node's micro-batches,
     its partial sum is None, which counts as zeros.
 
-    Attributes:
-        nodes: The partial sums by node. If micro-batches are added in ascending order, the nodes are in this order.
+    If micro-batches are added in ascending order, ``nodes`` are in this order.
     """
 
     def __init__(self) -> None:
@@ -61,9 +60,8 @@ class TreeSum:
     def add(self, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, and compute each sum whose two halves are both known.
 
-        Args:
-            number: The number of the micro-batch, counted over all data ranks.
-            gradients: One dense gradient, or None, per parameter. Later additions may overwrite these tensors.
+        ``number`` counts the micro-batches of all data ranks. Later additions may overwrite the gradients, which are
+        dense.
         """
         node = Node(0, number)
         values = [None if gradient is None else _owned(gradient) for gradient in gradients]
@@ -74,7 +72,6 @@ class TreeSum:
 
 
 def _owned(gradient: Tensor) -> Tensor:
-    """Return a dense gradient as a tensor that may be written to, in float32 if it has half precision."""
     return gradient.float() if is_half(gradient) else gradient.resolve_neg()
 
 
@@ -98,10 +95,8 @@ def levels_of(count: int) -> int:
 def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
     """Return the sum of all partial sums in the order of the tree.
 
-    Args:
-        parts: The partial sums of all ranks by node. A micro-batch is in at most one partial sum. The tensors may be
-            overwritten.
-        count: The number of micro-batches of all data ranks.
+    ``parts`` has the partial sums of all ranks, in which each micro-batch is at most once. The tensors may be
+    overwritten. ``count`` is the number of micro-batches of all data ranks.
     """
     parts = dict(parts)
     for level in range(levels_of(count)):
@@ -128,12 +123,8 @@ def nodes_of(numbers: Iterable[int]) -> list[Node]:
 class TreeRanks(NamedTuple):
     """The data ranks that hold the micro-batches of an accumulation window.
 
-    Attributes:
-        axes: The data axes larger than 1.
-        group: The process group of the data ranks. None: there is one data rank.
-        rank: The index of this rank in the group.
-        ranks: The number of data ranks.
-        steps: K, the number of micro-batches per rank.
+    ``axes`` are the data axes larger than 1, and ``group`` is their process group (None: there is one data rank).
+    ``rank`` is the index of this rank in the group of ``ranks`` ranks, with ``steps`` (K) micro-batches each.
     """
 
     axes: tuple[str, ...]
@@ -144,7 +135,6 @@ class TreeRanks(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches of all data ranks."""
         return self.ranks * self.steps
 
 
@@ -153,12 +143,9 @@ def exchange(
 ) -> Callable[[], list[tuple[Node, Tensor]]]:
     """Start to exchange partial sums: each rank gets its slice of the partial sums of all ranks.
 
-    Args:
-        own: This rank's partial sums, one flat buffer per node. All have one length, a multiple of ``ranks.ranks``.
-        nodes: The nodes of each rank, by its index in the group.
-        ranks: The data ranks, at least two.
-    Returns:
-        A function that waits, and returns a slice per node of all ranks, in the order of the ranks.
+    ``own`` has this rank's partial sums, one flat buffer per node. All have one length, a multiple of ``ranks.ranks``.
+    ``nodes`` has the nodes of each rank, by its index in the group. The returned function waits, and returns a slice
+    per node of all ranks, in the order of the ranks.
     Collectives: one all-to-all.
     """
     numel, lengths = own[0].numel() // ranks.ranks, [len(of_rank) for of_rank in nodes]
@@ -179,25 +166,19 @@ def exchange(
 
 
 class SlicedTreeSum:
-    """Sums one flat buffer per micro-batch over all micro-batches and data ranks. Each rank has one slice of the sum.
-
-    Args:
-        ranks: The data ranks, at least two.
-    """
+    """Sums one flat buffer per micro-batch over all micro-batches and data ranks. Each rank has one slice of the sum."""
 
     def __init__(self, ranks: TreeRanks) -> None:
         self._ranks = ranks
         self.clear()
 
     def clear(self) -> None:
-        """Forget the partial sums, so that the next micro-batch is the first one."""
         self._tree, self._micro_batches = TreeSum(), 0
 
     def start(self, flat: Tensor) -> Finish:
         """Start to exchange the buffers of one micro-batch per rank. The returned function waits and adds the slices.
 
-        Args:
-            flat: The gradients of this rank's micro-batch, in the dtype of the sum. It is not written to.
+        ``flat``, in the dtype of the sum, is not written to.
         Collectives: one all-to-all.
         """
         steps = self._ranks.steps
@@ -226,11 +207,8 @@ class SlicedTreeSum:
 class SlicedBucket(NamedTuple):
     """A flat bucket of parameters. Each data rank needs only one slice of the sum of their gradients.
 
-    Attributes:
-        params: The parameters of the bucket.
-        layout: The positions of the parameters in the flat buffer, with one slice per data rank.
-        receive: Function that is called with this rank's slice of the sum, in the dtype of the sum, or with None after an
-            accumulation window without micro-batches.
+    ``layout`` has one slice per data rank. ``receive`` is called with this rank's slice of the sum, in the dtype of the
+    sum, or with None after an accumulation window without micro-batches.
     """
 
     params: Sequence[Tensor]
@@ -241,12 +219,8 @@ class SlicedBucket(NamedTuple):
 class _Bucket(NamedTuple):
     """Parameters whose gradients are summed in one buffer.
 
-    Attributes:
-        indices: The indices of the parameters in `FixedOrderSum.params`.
-        dtype: The dtype of the sum.
-        device: The device of the parameters.
-        layout: The places of the parameters in the buffer.
-        receive: As in `SlicedBucket`. None: the sum is written to the gradients of the parameters.
+    ``indices`` refer to `FixedOrderSum.params`. ``dtype`` is the dtype of the sum. ``receive`` is as in `SlicedBucket`;
+    None: the sum is written to the gradients of the parameters.
     """
 
     indices: Sequence[int]
@@ -259,13 +233,9 @@ class _Bucket(NamedTuple):
 class FixedOrderSum:
     """Sums gradients over the micro-batches of all data ranks in the order of the tree.
 
-    Args:
-        params: The parameters whose gradients are summed; equal shapes on all ranks of the group.
-        ranks: The data ranks.
-        sliced: Buckets of some of ``params``. Each receives a slice of the sum; its parameters get no gradients.
-            Default: none.
-        bucket_bytes: Maximum size of the buffer for a partial sum; a larger parameter gets a separate buffer. None
-            (default): 8 MiB. It does not change ``sliced``.
+    ``params`` have equal shapes on all ranks of the group. The buckets in ``sliced`` have some of ``params``; each
+    receives a slice of the sum, and its parameters get no gradients. ``bucket_bytes`` is the maximum size of the buffer
+    for a partial sum (None: 8 MiB); a larger parameter gets a separate buffer. It does not change ``sliced``.
     """
 
     def __init__(
@@ -304,12 +274,11 @@ class FixedOrderSum:
         ]
 
     def clear(self) -> None:
-        """Forget the partial sums, so that the next micro-batch is the first one."""
         self._tree, self.micro_batches = TreeSum(), 0
 
     @torch.no_grad()
     def take(self) -> None:
-        """Move the gradients of one micro-batch from the parameters into the partial sums. Collectives: none.
+        """Move the gradients of one micro-batch from the parameters into the partial sums.
 
         Raises:
             RuntimeError: There are more than ``accumulation_steps`` micro-batches.
@@ -352,10 +321,7 @@ class FixedOrderSum:
     def _start(self, bucket: _Bucket, nodes: list[list[Node]], parts: list[list[Tensor | None]]) -> Finish:
         """Start to sum one bucket, and return the function that finishes it.
 
-        Args:
-            bucket: The parameters and their positions in the buffer.
-            nodes: The nodes of each rank.
-            parts: This rank's partial sums per node. The sums of the bucket's parameters are freed.
+        This rank's partial sums in ``parts`` are freed. ``nodes`` has the nodes of each rank.
         """
         count, group = self._ranks.micro_batches, self._ranks.group
         own = [self._packed(values, bucket) for values in parts]

@@ -54,8 +54,7 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
     """Multiply gradients by ``factor``, a 0-dim tensor, in place, in one multi-tensor call per device and dtype.
 
-    A gradient that is None is skipped. ``factor`` is copied to the gradients' device, and cast to float32 unless the
-    gradients are float64.
+    ``factor`` is cast to float32 unless the gradients are float64.
     """
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -69,7 +68,6 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
-    """Clamp gradients to [-clip_value, clip_value] in place. A gradient that is None is skipped."""
     if grads := [grad for grad in gradients if grad is not None]:
         change_each(torch._foreach_clamp_min_, grads, -clip_value)
         change_each(torch._foreach_clamp_max_, grads, clip_value)
@@ -105,7 +103,6 @@ def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
 
 
 def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
-    """Set gradients to None if ``set_to_none``, else fill them with zeros."""
     for param in params:
         if set_to_none:
             param.grad = None
@@ -161,8 +158,7 @@ def poison_bad_kinds(table: ParamTable) -> TypeError | None:
     The NaN makes the gradient norm NaN on all ranks, so that no rank applies the step. The caller must raise the
     returned error after the collectives of the step, in which the other ranks would otherwise wait.
 
-    Returns:
-        A TypeError that names the parameter of the first such gradient; None if there is none.
+    Return a TypeError that names the parameter of the first such gradient; None if there is none.
     """
     try:
         check_kinds(table)

@@ -20,8 +20,7 @@ from .buckets import Finish, Reducible, keep_in_place, layout_kind, sync_axes
 class InFlight:
     """Starts reductions, finishes them in the order in which they started, and limits how many run at the same time.
 
-    Args:
-        most: Maximum number of running reductions, each of which may hold a flat copy of its bucket. None: no limit.
+    Each of the ``most`` running reductions (None: no limit) may hold a flat copy of its bucket.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -31,9 +30,8 @@ class InFlight:
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
         """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
 
-        Args:
-            starts: Functions. Each starts a reduction and returns the function that finishes it.
-            to_the_end: True: before returning, finish all reductions, including those of earlier calls. Default: False.
+        Each function in ``starts`` starts a reduction and returns the function that finishes it. With ``to_the_end``,
+        finish all reductions before returning, including those of earlier calls.
         """
         for start in starts:
             self._started.append(start())
@@ -57,16 +55,15 @@ class BackwardReducer:
     None.
 
     Args:
-        name_of: Returns the name of a parameter, for errors.
         eager: Buckets that are reduced during backward, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
-        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 3: as soon as a third
+        in_flight: Maximum number of reductions that run at the same time. None: no limit. With 3, as soon as a third
             reduction has started, the device's compute stream waits for the oldest one. So it waits for bucket n when
             bucket n + 2 starts, and not already when bucket n + 1 starts.
 
     Attributes:
-        late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`; None if there is no
-            such parameter. A `micro_batch` that ends without an error sets it to None.
+        late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`; None if there is
+            no such parameter. A `micro_batch` that ends without an error sets it to None.
         came: True if any parameter of an eager bucket has ever got a gradient within `micro_batch`.
     """
 
@@ -93,9 +90,8 @@ class BackwardReducer:
         If the body raises an Exception, the remaining reductions are started but not finished. This rank has then issued
         all collectives of the micro-batch, so the next micro-batch begins with the first bucket on every rank.
 
-        Args:
-            several: False (default): the body calls backward once. True: the body calls backward several times. A
-                parameter may then get several gradients, so all buckets are reduced after the body.
+        With ``several``, the body calls backward several times. A parameter may then get several gradients, so all
+        buckets are reduced after the body.
         """
         self._waiting: list[set[Tensor | None]] = [
             {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
@@ -161,11 +157,9 @@ class BackwardReducer:
             )
 
     def keep_in_place(self) -> None:
-        """Set ``adopt`` of all buckets to False: gradients used by CUDA graphs must keep their addresses."""
         keep_in_place((*self._eager, *self._late))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters, so that backward no longer starts reductions."""
         for hook in self._hooks:
             hook.remove()
 
@@ -184,8 +178,7 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
 class ArrivedGradients:
     """Records which of ``params`` got a gradient in backward, even if it was reduced or moved before backward ended.
 
-    Args:
-        params: The parameters by index. Parameters that are frozen at construction are left out.
+    Parameters that are frozen at construction are left out.
     """
 
     def __init__(self, params: Mapping[int, Tensor]) -> None:
@@ -199,7 +192,6 @@ class ArrivedGradients:
         self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def clear(self) -> None:
-        """Forget all recorded gradients."""
         self._arrived.clear()
 
     def missing(self) -> list[int]:
@@ -231,10 +223,7 @@ def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology,
     samples. The model is assumed to issue collectives over each of these axes. Exception: an axis whose
     name says that it only divides the batch, such as ``data`` (`Topology.is_batch_only_axis`), unless a spec names it.
 
-    Args:
-        entries: The parameters of the model on this rank.
-        topology: The mesh.
-        axes: Further axes over which gradients are reduced.
+    ``axes`` are further axes over which gradients are reduced.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
@@ -251,7 +240,6 @@ def kind_of(entry: ParameterEntry, topology: Topology) -> str:
 
 
 def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
-    """Return (layout as text, number of elements) for each entry, to be compared by `uneven_kinds`."""
     return tuple((kind_of(entry, topology), entry.numel) for entry in entries)
 
 
@@ -261,10 +249,6 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
     These ranks divide the parameters into different buckets. If ranks of a stage still differ when these layouts are
     left out, for example in the order of parameters with different layouts, return all layouts of the ranks that
     differ.
-
-    Args:
-        sizes: The result of `sizes_of` for each rank, by global rank.
-        topology: The mesh.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     first = [sizes[topology.peers(rank, *within)[0]] for rank in range(len(sizes))]
@@ -289,10 +273,8 @@ class Early:
     is not a DTensor, because gradients of DTensors are reduced in the step. It has no owner ranks (``P(owned=...)``),
     because the other ranks do not have the parameter.
 
-    Args:
-        plan: The plan of the parameters.
-        none: True: no gradient is reduced during backward. Default: False.
-        uneven: Layouts, as `kind_of` returns them, whose gradients are not reduced during backward. Default: none.
+    With ``none``, no gradient is reduced during backward. ``uneven`` has layouts, as `kind_of` returns them, whose
+    gradients are not reduced during backward.
     """
 
     plan: ReductionPlan

@@ -49,9 +49,7 @@ def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     The additions have a fixed order. The division by `CHUNK`, a power of 2, does not round. `ExactNorm` multiplies the
     sums of these means by `CHUNK`.
 
-    Args:
-        gradients: Contiguous 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
-        norm_type: p.
+    ``gradients`` are contiguous 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
     """
     if chosen.native is not None and gradients[0].is_cpu:
         found = means_by_loops(chosen.native, gradients, norm_type)
@@ -67,9 +65,7 @@ def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 def exact_summands(powers: Tensor, top: Tensor) -> Tensor:
     """Return the three summands of each chunk power, [3, chunks]. The sum of a row is exact in every order of additions.
 
-    Args:
-        powers: Chunk powers, >= 0 and finite, [chunks] float64.
-        top: The largest chunk power of all ranks, 0-dim float64, finite.
+    ``powers`` are >= 0 and finite, [chunks] float64. ``top`` is the largest chunk power of all ranks, 0-dim.
     """
     exponent = torch.frexp(top).exponent
     found, rest = powers.new_empty(LEVELS, len(powers)), powers
@@ -92,14 +88,8 @@ class ExactNorm(GlobalNorm):
     gradient gives NaN for all norms. ``Norms.extra`` does not depend on the number of ranks if its summands are whole
     numbers.
 
-    Args:
-        plan, registry: As in `GlobalNorm`.
-        norm_type: 1, 2 or inf. Default: 2.
-        per_parameter: True: also compute the norm of each logical parameter. Default: False.
-    Raises:
-        ValueError: ``norm_type`` is not 1, 2 or inf.
+    ``norm_type`` is 1, 2 or inf.
     Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather. None on a single rank.
-    Host synchronization: none if all tensors are on the registry's device.
     """
 
     def __init__(
@@ -152,8 +142,7 @@ class ExactNorm(GlobalNorm):
         """Yield the blocks that this rank measures, in batches. All blocks of a batch have one dtype and device.
 
         A block has at most `BLOCK` elements, a batch less than 2 * `BLOCK` elements. A batch is a pair of lists: (index
-        of the plan entry, number of chunks) per block, and the blocks as 1-dim tensors. ``present`` has an (index of the
-        plan entry, gradient) pair per gradient of this rank.
+        of the plan entry, number of chunks) per block, and the blocks as 1-dim tensors.
         """
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:
@@ -171,11 +160,7 @@ class ExactNorm(GlobalNorm):
         yield from ((members, parts) for members, parts, _ in open_batches.values())
 
     def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
-        """Add the summands of one batch, [chunks, 3], to ``slots``.
-
-        The summands of a chunk are added to the row of its param group, and with ``per_parameter`` also to the row of its
-        logical parameter.
-        """
+        """Add the summands of one batch, [chunks, 3], to the rows of their param groups and logical parameters."""
         entries = self.plan.entries
         targets = [[entries[i].group for i, _ in members]]
         if self.per_parameter:

@@ -104,11 +104,10 @@ class GlobalNorm:
     ) -> Norms:
         """Return the global norms of ``gradients``.
 
-        Args:
-            gradients: One gradient per entry of the plan; None counts as zero.
-            extra: 1-dim tensor that the collective over all ranks also sums; the sum is ``Norms.extra``. None
-                (default): ``Norms.extra`` is empty.
-            weights: The weights, one per entry of the plan; needed with ``weights_at``. Default: none.
+        ``gradients`` has one gradient per entry of the plan; None counts as zero. ``extra`` is a 1-dim tensor that the
+        collective over all ranks also sums, to ``Norms.extra``. ``weights`` has one weight per entry; needed with
+        ``weights_at``.
+
         Collectives: with ``reduction="packed"``, one over all ranks; with "per_group", one per bucket that is summed over
             several ranks, and one over all ranks. None in a world of one rank.
         Host synchronization: none if all tensors are on the registry's device.
@@ -137,7 +136,7 @@ class GlobalNorm:
     ) -> list[Tensor]:
         """Return this rank's powers of the units' gradients, and of the weights at the level ``weights_at``, if requested.
 
-        They are already divided by the replication factors. ``like`` has their dtype and device.
+        They are already divided by the replication factors.
         """
         found = []
         if self.units is not None:
@@ -177,10 +176,7 @@ class GlobalNorm:
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return `local_powers` of gradients of any dtypes and devices, in the order of ``gradients``.
-
-        The result is on the device of the first gradient; without gradients it is empty, on ``device``.
-        """
+        """Return `local_powers` of gradients of any dtypes and devices, in the order of ``gradients``."""
         if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
         if are_alike(gradients):
@@ -197,11 +193,8 @@ class GlobalNorm:
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the powers of the full model (norms for p >= `HIGH`), and the sum of ``extra``, from one collective.
 
-        Args:
-            powers: The powers of this rank's gradients, not divided by replication factors.
-            present: The index of the plan entry of each power.
-            extra: The argument of `__call__`.
-            more: This rank's powers of units and weights.
+        ``powers`` are not divided by replication factors yet. ``present`` has the index of the plan entry of each
+        power. ``more`` are this rank's powers of units and weights.
         """
         slots = [*self._local_slots(self._divide_by_replicas(powers, present), present), *more]
         if self._world is None:
@@ -240,10 +233,7 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return the first parts of the packed vector: one power per param group and, on request, per logical parameter.
-
-        ``present`` has the index of the plan entry of each power in ``powers``.
-        """
+        """Return the first parts of the packed vector: one power per param group and, on request, per logical parameter."""
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
@@ -325,11 +315,7 @@ class PackedSum:
         return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
 
     def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Return a new `PackedSum` with ``fields`` appended; this object if ``fields`` is empty.
-
-        Raises:
-            ValueError: A field has the name of a field that is already packed.
-        """
+        """Return a new `PackedSum` with ``fields`` appended; this object if ``fields`` is empty."""
         if not fields:
             return self
         sizes = {**self.sizes, **{name: len(values) for name, values in fields.items()}}
@@ -362,10 +348,8 @@ def matches(pattern: str, name: str) -> bool:
 class Named:
     """A division of the logical parameters into named groups: one per pattern, and one of all remaining parameters.
 
-    Args:
-        groups: For each logical parameter the index of the first pattern that matches its name; ``count - 1`` if no
-            pattern matches.
-        count: Number of patterns + 1.
+    ``groups`` has for each logical parameter the index of the first pattern that matches its name, or ``count - 1``,
+    the group of the remaining parameters.
     """
 
     groups: tuple[int, ...]
@@ -376,9 +360,6 @@ class Named:
         """Return the division of the logical parameters with these names by ``patterns``, which are globs.
 
         Both arguments must be equal on every rank.
-
-        Raises:
-            ValueError: A pattern is the first match of no parameter.
         """
         groups = tuple(
             next((index for index, pattern in enumerate(patterns) if matches(pattern, name)), len(patterns))
@@ -399,10 +380,7 @@ class Named:
     def norms(self, parameters: Tensor, norm_type: float, constants: Constants) -> Tensor:
         """Return the p-norm of each group, [count]. A group without parameters has norm 0.
 
-        Args:
-            parameters: The norm of each logical parameter, 1-dim.
-            norm_type: p.
-            constants: A cache, which keeps the group indices on the device.
+        ``parameters`` has the norm of each logical parameter, 1-dim.
         """
         index = constants(("named", self.groups), lambda: self.groups, torch.int64, parameters.device)
         own = index.unsqueeze(1) == torch.arange(self.count, device=parameters.device)
@@ -427,13 +405,10 @@ The first glob that matches a parameter's name gives its dim; without a match it
 class Units:
     """The units (slices along a dim, such as rows) of a plan's logical parameters, and this rank's parts of them.
 
-    Args:
-        dims: For each logical parameter the dim along which it is divided into units. None: the parameter is one unit,
-            because it has fewer than two dims.
-        starts: For each logical parameter the index of its first unit among the units of all parameters. The last
-            element is the number of units.
-        slots: For each entry of the plan the index of its logical parameter.
-        regions: For each entry the part of the full tensor that this rank holds.
+    Per logical parameter, ``dims`` has the dim along which it is divided into units (None: it is one unit, because it
+    has fewer than two dims), and ``starts`` the index of its first unit; the last element of ``starts`` is the number
+    of units. Per entry of the plan, ``slots`` has the index of its logical parameter, and ``regions`` the part of the
+    full tensor that this rank holds.
     """
 
     dims: tuple[int | None, ...]
@@ -445,12 +420,8 @@ class Units:
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
         """Return the units of a plan's parameters.
 
-        Args:
-            plan: A plan with parameter names, from `norm.plan_agreement.agree`.
-            regions: For each entry the part of the full tensor that this rank holds; None if it is not known.
-            unit_dim: As in `UnitDim`. Default: 0, the rows of each weight.
-        Raises:
-            ValueError: The full shape of a parameter is unknown, or a parameter has two or more dims but not the given one.
+        ``plan`` has parameter names, from `norm.plan_agreement.agree`. A region of None is not known; then this raises
+        ValueError if the full shape of the parameter is unknown too.
         """
         dims = tuple(
             _dim_of(name, shape, unit_dim)
@@ -466,7 +437,6 @@ class Units:
 
     @property
     def count(self) -> int:
-        """Return the number of units of all parameters."""
         return self.starts[-1]
 
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
@@ -474,12 +444,8 @@ class Units:
 
         The power is the sum of |x|^p over this rank's part of the unit, times the entry's factor in ``weights``. For
         `HIGH` <= p < inf, whose powers often leave the range of float64, the values are p-th roots of these powers. For
-        p = inf the value is the largest |x|, without a factor. Host synchronization: none.
-
-        Args:
-            tensors: One tensor per entry of the plan; None counts as zero.
-            norm_type: p >= 1, or inf.
-            weights: One factor per entry of the plan: 1 / the entry's replication factor.
+        p = inf the value is the largest |x|, without a factor. ``weights`` has 1 / replication factor per entry of the
+        plan.
         """
         device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
         totals = torch.zeros(self.count, dtype=torch.float64, device=device)
@@ -498,10 +464,8 @@ class Units:
     def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:
         """Multiply this rank's part of each unit of one parameter by the unit's factor, in place.
 
-        Args:
-            index: Index of the parameter's entry in the plan.
-            gradient: The gradient of this rank's shard.
-            factors: One factor per unit of the model, [count].
+        ``index`` is the index of the parameter's entry in the plan. ``factors`` has one factor per unit of the model,
+        [count].
         """
         for first, dim, part in self._parts(index, gradient):
             if dim is None:
@@ -513,9 +477,8 @@ class Units:
     def _parts(self, index: int, tensor: Tensor | None) -> list[tuple[int, int | None, Tensor]]:
         """Split the shard of entry ``index`` into blocks that are rectangles of the full tensor.
 
-        Returns:
-            Per block: the index of its first unit among all units, the dim along which it is divided into units (None:
-            the block belongs to one unit), and the block.
+        Return per block: the index of its first unit among all units, the dim along which it is divided into units
+        (None: the block belongs to one unit), and the block.
         """
         if tensor is None or not tensor.numel():
             return []

@@ -50,12 +50,7 @@ class Norms(NamedTuple):
 
 
 def checked_norm_type(norm_type: float) -> float:
-    """Return ``norm_type`` as a float.
-
-    Raises:
-        TypeError: ``norm_type`` is not a number.
-        ValueError: ``norm_type`` is below 1 or NaN.
-    """
+    """Return ``norm_type`` as a float. Raise an error if it is no number, below 1 or NaN."""
     check_scalar(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
     value = float(norm_type)
     if 0 < value < 1:
@@ -69,11 +64,6 @@ def checked_norm_type(norm_type: float) -> float:
 
 
 def checked_reduction(reduction: Reduction) -> Reduction:
-    """Return ``reduction`` unchanged.
-
-    Raises:
-        ValueError: ``reduction`` is neither "packed" nor "per_group".
-    """
     if reduction not in ("packed", "per_group"):
         raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
     return reduction
@@ -138,13 +128,7 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Check four arguments of `ParallelOptimizer`.
-
-    Raises:
-        TypeError: ``norm_type`` is not a number, or ``commit`` is neither callable nor None.
-        ValueError: ``norm_type`` is below 1 or NaN, or ``reduction`` or ``check_replicas`` has none of its allowed
-            values.
-    """
+    """Check four arguments of `ParallelOptimizer`."""
     checked_norm_type(norm_type)
     checked_reduction(reduction)
     if isinstance(check_replicas, Fingerprints):
@@ -293,7 +277,6 @@ class GradStats:
 
 
 def _norm_of(value: Any) -> Any:
-    """Return ``value`` with each `GradStats` in it, also in dicts, lists and tuples, replaced by its ``total_norm``."""
     if isinstance(value, GradStats):
         return value.total_norm
     if isinstance(value, dict):

@@ -108,10 +108,7 @@ class SteppedTensor(ParamPosition):
 class ParamTable:
     """The stepped tensors of this rank, in the order of the param groups.
 
-    Args:
-        rows: One row per stepped tensor.
-        plan: The reduction plan of the rows' gradients, with one entry per row.
-        model_plan: The reduction plan of the model parameters, with one entry per model parameter.
+    ``plan`` has one entry per row; ``model_plan``, the plan of the model parameters, has one entry per model parameter.
     """
 
     rows: tuple[SteppedTensor, ...]
@@ -126,12 +123,10 @@ class ParamTable:
 
     @cached_property
     def grad_tensors(self) -> list[Tensor]:
-        """Return for each row the tensor whose gradient is measured."""
         return [row.grad_tensor for row in self.rows]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Return for each row the tensor that the optimizer steps."""
         return [row.tensor for row in self.rows]
 
     def with_specs(self, spec_of: Callable[[SteppedTensor], P]) -> ParamTable:
@@ -153,11 +148,8 @@ def make_table(
 ) -> ParamTable:
     """Return the table of the tensors at ``positions``.
 
-    Args:
-        positions: The positions after all parameter transforms.
-        grad_tensors, replica_tensors: The fields of `SteppedTensor` with these names, one tensor per position.
-        plan: The reduction plan of the stepped tensors, with one entry per position.
-        model_plan: The reduction plan of the model parameters; `ParamPosition.index` is an index of its entries.
+    ``positions`` are those after all parameter transforms. `ParamPosition.index` is an index of the entries of
+    ``model_plan``.
     """
     slots = plan.parameter_slots or (None,) * len(positions)
     rows = tuple(

@@ -98,13 +98,11 @@ def entries_of(
     placements of a DTensor declare its layout over the axes of its mesh. An undeclared DTensor is an error if a model
     axis larger than 1 is not an axis of its mesh.
 
-    Args:
-        param_groups: For each param group its parameters, or its (name, parameter) pairs.
-        topology: The mesh.
-        compared: True: an undeclared plain parameter counts as replicated over the mesh axes of all DTensors among the
-            parameters. The caller must compare the replicas before the first step. Default: False.
-        undeclared_are_replicas: True: an undeclared parameter is never an error. It counts as replicated over all axes
-            for which it has no placement. The caller must compare the replicas. Default: False.
+    With ``compared``, an undeclared plain parameter counts as replicated over the mesh axes of all DTensors among the
+    parameters. With ``undeclared_are_replicas``, an undeclared parameter is never an error: it counts as replicated
+    over all axes for which it has no placement. In both cases the caller must compare the replicas before the first
+    step.
+
     Raises:
         ValueError: A parameter is undeclared and does not count as replicated, a layout does not fit ``topology``, or the
             layout of a DTensor can't be described by a spec.
@@ -150,8 +148,7 @@ def frozen_without_spec(
 ) -> set[int]:
     """Return the `id` of each frozen parameter that `entries_of` would reject: without a spec, or of unsupported layout.
 
-    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty. Arguments as in
-    `entries_of`.
+    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty.
     """
     groups = [[param for _, param in pairs] for pairs in param_groups]
     frozen = [param for params in groups for param in params if not param.requires_grad]
@@ -176,9 +173,7 @@ def _is_undeclared(param: Tensor, local: Tensor, annotation: Annotation, topolog
     It is known if it is declared, if the parameter is a DTensor whose device mesh has the axis, or if the parameter is
     plain and the axis is in ``meshed``: the axes over which undeclared plain parameters count as replicated.
 
-    Args:
-        local: ``param``, or its local tensor if it is a DTensor.
-        annotation: The annotation of ``local``.
+    ``local`` is ``param``, or its local tensor if it is a DTensor, and ``annotation`` belongs to it.
     """
     return bool({*annotation.silent_axes(topology)} - (meshed if param is local else set()))
 

@@ -25,11 +25,9 @@ from .plan import NormBucket, ParameterEntry, ReductionPlan
 class Holders(NamedTuple):
     """The coordinates of the ranks that hold a parameter or its shards. These ranks must declare the parameter equally.
 
-    Args:
-        where: (axis, coordinates) pairs: along ``axis``, only ranks at ``coordinates`` hold the parameter. Axes that
-            are not listed do not restrict the ranks.
-        tied: True: the parameter is tied over pipeline stages.
-        diagonal: Pairs of axes: only ranks with equal coordinates on both axes hold the parameter. Default: none.
+    ``where`` has (axis, coordinates) pairs: along ``axis``, only ranks at ``coordinates`` hold the parameter. Only
+    ranks with equal coordinates on both axes of a pair in ``diagonal`` hold it. ``tied``: the parameter is tied over
+    pipeline stages.
     """
 
     where: tuple[tuple[str, tuple[int, ...]], ...]
@@ -37,7 +35,6 @@ class Holders(NamedTuple):
     diagonal: tuple[tuple[str, str], ...] = ()
 
     def include(self, coordinate: Mapping[str, int]) -> bool:
-        """Return True if the rank at ``coordinate`` holds the parameter."""
         return all(coordinate[axis] in indices for axis, indices in self.where) and owns(self.diagonal, coordinate)
 
     def __str__(self) -> str:
@@ -63,11 +60,8 @@ class Holders(NamedTuple):
 class Declaration(NamedTuple):
     """A rank's declaration of a parameter. A tied parameter may have different names on different stages.
 
-    Args:
-        name: Name of the parameter.
-        layout: The parameter's spec, its shape without the sizes of sharded dims, and its dtype, as text.
-        group: Index of the parameter's param group.
-        trained: False: the parameter is frozen.
+    ``layout`` is the parameter's spec, its shape without the sizes of sharded dims, which may be uneven, and its dtype,
+    as text.
     """
 
     name: str
@@ -77,17 +71,12 @@ class Declaration(NamedTuple):
 
     @classmethod
     def of(cls, entry: ParameterEntry, spec: str) -> Declaration:
-        """Return the declaration of ``entry``, where ``spec`` is the text of ``entry.spec``.
-
-        Sizes of sharded dims are omitted, because shards may be uneven.
-        """
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
         layout = f"{spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}"
         return cls(entry.name, layout, entry.group, entry.trained)
 
     @property
     def text(self) -> str:
-        """Return all fields except the name as text."""
         return f"{self.layout}, param group {self.group}{'' if self.trained else ', frozen'}"
 
 
@@ -129,15 +118,9 @@ class Called(NamedTuple):
 class Summary:
     """The data about one rank's plan that `agree` compares or combines over ranks.
 
-    The parameters of a rank are divided into sets: all parameters of a set are held by the same ranks.
-
-    Args:
-        digests: For each set of parameters a digest of their declarations.
-        shapes: For each set of parameters a digest of their full shapes.
-        buckets: The plan's norm buckets.
-        num_groups: Number of param groups.
-        weighted: Sum over the parameters of the number of local elements divided by the replication factor.
-        named: Names and full shapes of the parameters. None: not requested.
+    The parameters of a rank are divided into sets held by the same ranks; ``digests`` (of declarations) and ``shapes``
+    (digests of full shapes) have one item per set. ``weighted`` is the sum over the parameters of the number of local
+    elements divided by the replication factor. ``named`` is None if names were not requested.
     """
 
     digests: dict[Holders, str]
@@ -158,11 +141,8 @@ class Summary:
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
     """Return this rank's plan ``make()``, completed by `agree` after a comparison of all ranks' plans.
 
-    Args:
-        make: A function that returns this rank's plan, without a collective.
-        registry: The process groups.
-        names: True: also exchange parameter names, so that the returned plan has unique names. Default: False.
-    Raises: As `on_all_ranks`, on every rank, if ``make`` raises on any rank; and as `agree`.
+    ``make`` returns this rank's plan, without a collective. With ``names``, parameter names are also exchanged, so that
+    the returned plan has unique names. An error of ``make`` on any rank is raised on every rank.
     Collectives: an object all-gather, and the collectives of `agree`.
     Host synchronization: yes.
     """
@@ -184,11 +164,6 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
     parameter this applies to its owner ranks only. For a tied parameter it applies to all ranks of its stages, but its
     name may differ.
 
-    Args:
-        plan: This rank's plan.
-        summaries: The summary of each rank's plan, by global rank. If the summaries have no names, the plan gets no
-            names.
-        registry: The process groups.
     Raises:
         ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows
             both declarations of the first such parameter, or both param groups if only the param groups differ.
@@ -218,9 +193,7 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     If different parameters on several pipeline stages or owner ranks have the same name, their names get a suffix, such
     as ``@pipe=1``.
 
-    Args:
-        plan: A plan that `agree` returned, without names.
-        registry: The process groups.
+    ``plan`` comes from `agree`, without names.
     Collectives: an object all-gather.
     Host synchronization: yes.
     """

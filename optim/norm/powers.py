@@ -171,7 +171,6 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all tensors have the same dtype and device; False for an empty list."""
     return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
 
 
@@ -186,11 +185,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     (integer p and inf on a GPU); 1e-7 for squares of float32 gradients on a CPU without the compiled loops; 1e-12
     otherwise, if values are float64. GPU kernels cast every element to float64 as they read it, and sum in float64.
 
-    Args:
-        gradients: Dense real tensors of one float dtype, all on one device.
-        norm_type: p >= 1, or inf.
-    Raises:
-        MemoryError: The compiled loops could not allocate memory.
+    ``gradients`` are dense real tensors of one float dtype, all on one device. ``norm_type`` is >= 1, or inf.
     Collectives, host synchronization: none.
     """
     if not gradients:
@@ -209,9 +204,6 @@ def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) 
     """Return the powers of CPU tensors of one dtype, [n] float64, from the compiled loops.
 
     Return None if ``loops`` do not support ``norm_type``, the dtype or a class of the tensors.
-
-    Raises:
-        MemoryError: The loops could not allocate memory.
     """
     kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
     if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
@@ -227,12 +219,7 @@ def means_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -
     The additions have a fixed order. Missing elements at the end of a tensor count as zeros. Return None if ``loops`` do
     not support the dtype or a class of the tensors.
 
-    Args:
-        loops: The compiled loops.
-        tensors: Contiguous CPU tensors of one dtype.
-        norm_type: p, 1 or 2.
-    Raises:
-        MemoryError: The loops could not allocate memory.
+    ``tensors`` are contiguous. ``norm_type`` is 1 or 2.
     """
     dtype = tensors[0].dtype
     if dtype == torch.float64 or dtype not in DTYPES or not {*map(type, tensors)} <= PLAIN:

@@ -29,9 +29,8 @@ States = Callable[[], Sequence[Mapping[str, Tensor]]]
 def advice_on(may_differ: str, instead: str) -> str:
     """Return a text with the possible causes of replicas that differ in the first step, and how to correct them.
 
-    Args:
-        may_differ: The text that says how to turn the comparison off, such as "use check_replicas=False".
-        instead: The argument or function that replaces `torch.nn.utils.clip_grad_norm_`, such as "max_norm=".
+    ``may_differ`` says how to turn the comparison off. ``instead`` replaces `torch.nn.utils.clip_grad_norm_`, as in
+    "max_norm=".
     """
     return (
         "A parameter that differs was initialised or updated differently on the ranks, or is a shard that is declared "
@@ -77,16 +76,11 @@ class ReplicaMismatchError(RuntimeError):
 class Mismatch:
     """A difference along one axis between replicas of a parameter, of its gradient or of its optimizer state.
 
-    Args:
-        name: Name of the logical parameter.
-        axis: The mesh axis.
-        kind: "parameter", "gradient", "master" (a master weight), "stepped weight" (the tensor that the optimizer steps
-            instead of the parameter: a shard, or an offloaded or cast copy), "state" (all optimizer states together), or
-            one optimizer state, such as "state exp_avg".
-        ranks: The global ranks whose replica differs from the most frequent value. If two values are equally frequent
-            and none is more frequent, these are all ranks with a replica. Empty (default): the ranks were not
-            determined.
-        copies: Number of ranks with a replica. Default: 0, if the ranks were not determined.
+    ``kind`` is "parameter", "gradient", "master" (a master weight), "stepped weight" (the tensor that the optimizer
+    steps instead of the parameter: a shard, or an offloaded or cast copy), "state" (all optimizer states together), or
+    one optimizer state, such as "state exp_avg". ``ranks`` are the global ranks whose replica differs from the most
+    frequent value. If two values are equally frequent and none is more frequent, these are all ranks with a replica. If
+    the ranks were not determined, ``ranks`` is empty, and ``copies``, the number of ranks with a replica, is 0.
     """
 
     name: str
@@ -112,15 +106,9 @@ class ReplicaCheck:
     `slots` returns numbers that a collective must sum over all ranks. A sum is 0 if the replicas of a parameter along
     an axis are equal. Give the sums to `mismatches`, which returns the parameters whose replicas differ.
 
-    Args:
-        plan: A plan with parameter names, from `norm.plan_agreement.agree`.
-        params: One tensor per entry of the plan.
-        device: The device of the slots.
-        states: A function that returns, for each entry, a dict of its optimizer states by name. None (default): states
-            are not compared.
-        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0. All bits of 8-bit floats
-            are compared in both cases.
-        what: The kind of ``params`` in a `Mismatch`. Default: "parameter".
+    ``states`` returns, for each entry of ``plan``, a dict of its optimizer states by name; None: states are not
+    compared. With ``exact``, all bits are compared; otherwise all NaNs are equal, and -0 equals 0. All bits of 8-bit
+    floats are compared in both cases. ``what`` is the kind of ``params`` in a `Mismatch`.
     """
 
     def __init__(
@@ -141,10 +129,7 @@ class ReplicaCheck:
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """Return this rank's summands, [numel] float64. Sum them over all ranks, and give the sums to `mismatches`.
 
-        Reads the parameters, the gradients and the states once. Host synchronization: as in `numbers`.
-
-        Args:
-            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
+        Reads the parameters, the gradients and the states once. Without ``gradients``, no gradient is compared.
         """
         return self.weighted(self.numbers(gradients))
 
@@ -153,8 +138,6 @@ class ReplicaCheck:
 
         The kinds (columns) are the parameter, its gradient and, if states are compared, all of its states together.
 
-        Args:
-            gradients: One gradient, or None, per entry of the plan. None: no gradient is compared.
         Host synchronization: none if all tensors are on the device of the slots.
         """
         given = [None] * len(self.params) if gradients is None else list(gradients)
@@ -171,10 +154,6 @@ class ReplicaCheck:
         """Return the number of replicated entries with a gradient of zeros, [1] float64 on the device of the slots.
 
         Empty gradients, as of a DTensor whose shard on this rank is empty, do not count.
-
-        Args:
-            gradients: One gradient, or None, per entry of the plan.
-        Host synchronization: none if all tensors are on the device of the slots.
         """
         flags = [
             (gradient == 0).all().to(self.device, torch.float64)
@@ -187,10 +166,7 @@ class ReplicaCheck:
         return torch.stack(flags).sum().view(1) if flags else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def _combine_states(self, sums: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return one hash per entry, of all its states together, [entries] int64.
-
-        ``sums`` has the hashes of all states, entry by entry; ``counts`` has the number of states per entry.
-        """
+        """Return one hash per entry, of all its states together, [entries] int64."""
         total = torch.full((len(counts),), NONE, dtype=torch.int64, device=self.device)
         if not len(sums):
             return total
@@ -232,24 +208,17 @@ class ReplicaCheck:
         return 1.0 - len(where) if at == where[0] else 1.0
 
     def copied_over(self, index: int) -> tuple[str, ...]:
-        """Return the axes larger than 1 along which ranks hold replicas of entry ``index`` of the plan."""
         spec = self.plan.entries[index].spec
         return tuple(axis for axis in self.axes if self._sign(axis, spec) and self.plan.topology.size(axis) > 1)
 
     def differing(self, totals: Tensor) -> list[tuple[int, str, str]]:
-        """Return (index of the name in ``plan.parameter_names``, axis, kind of tensor) for all replicas that differ.
-
-        ``totals`` is the sum of all ranks' `slots`, on the CPU.
-        """
+        """Return (index of the name in ``plan.parameter_names``, axis, kind of tensor) for all replicas that differ."""
         shape = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         where = totals.view(shape).ne(0).any(-1).nonzero().tolist()
         return [(slot, self.axes[axis], self.kinds[kind]) for slot, axis, kind in where]
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
-        """Return one `Mismatch` per parameter, axis and kind of tensor whose replicas differ.
-
-        ``totals`` is the sum of all ranks' `slots`, on the CPU.
-        """
+        """Return one `Mismatch` per parameter, axis and kind of tensor whose replicas differ."""
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
 
@@ -277,15 +246,10 @@ ReplicaHashes = dict[tuple[str, str], dict[str, dict[CommonCoordinates, list[tup
 class FingerprintMonitor:
     """Compares the replicas of one model periodically, in the collective that computes the gradient norm.
 
-    Args:
-        checks: Bitwise checks. The first one compares the tensors that the optimizer steps, their gradients and their
-            states; a second one may compare the model's parameters.
-        every: Number of measurements from one comparison to the next; the first measurement compares.
-        registry: The process groups.
-
-    Attributes:
-        replicas_diverged: 0-dim float32, on the device: 1 from the comparison in which replicas differed, else 0. Do not
-            write to it.
+    The first one of ``checks``, which are bitwise, compares the tensors that the optimizer steps, their gradients and
+    their states; a second one may compare the model's parameters. ``every`` is the number of measurements from one
+    comparison to the next; the first measurement compares. `replicas_diverged`, 0-dim float32 on the device, is 1 from
+    the comparison in which replicas differed. Do not write to it.
     """
 
     def __init__(self, checks: Sequence[ReplicaCheck], every: int, registry: ProcessGroupRegistry) -> None:
@@ -293,7 +257,6 @@ class FingerprintMonitor:
         self.start_over()
 
     def start_over(self) -> None:
-        """Discard detected differences, and compare replicas in the next measurement."""
         device = self.checks[0].device
         self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
@@ -303,8 +266,7 @@ class FingerprintMonitor:
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list.
 
-        ``gradients`` has one gradient, or None, per entry of the first check's plan. Host synchronization: as in
-        `ReplicaCheck.numbers`.
+        ``gradients`` has one gradient, or None, per entry of the first check's plan.
         """
         is_due = self._steps % self.every == 0
         self._steps += 1
@@ -316,10 +278,8 @@ class FingerprintMonitor:
     def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
         """Set `replicas_diverged` to 1 if replicas differ, and store the sums and hashes for `error`.
 
-        Args:
-            totals: The results of `slots`, summed over all ranks. Empty: no comparison was due.
-            finite: 0-dim bool: True if the gradient norm is finite. False: gradients are not compared, because their
-                replicas may differ after an overflow, and the step is skipped anyway.
+        If ``finite``, a 0-dim bool, is False, gradients are not compared, because their replicas may differ after an
+        overflow, and the step is skipped anyway.
         """
         if not totals:
             return
@@ -345,7 +305,6 @@ class FingerprintMonitor:
         """Return an error that names the replicas and the ranks that differ, and call `start_over`.
 
         Every rank must call this method.
-
         Collectives: an object all-gather.
         Host synchronization: yes.
         """
@@ -375,10 +334,8 @@ def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: T
     If states differ, the result also has one hash per optimizer state, computed from its current value. This value is
     unchanged since the comparison, because all steps since then were skipped.
 
-    Args:
-        check: The check that compared the tensors.
-        wanted: Pairs (index of the name in ``plan.parameter_names``, kind of tensor).
-        numbers: The hashes of the comparison, from `ReplicaCheck.numbers`.
+    ``wanted`` has pairs (index of the name in ``plan.parameter_names``, kind of tensor). ``numbers`` are the hashes of
+    the comparison.
     Host synchronization: yes.
     """
     held: ReplicaHashes = {}
@@ -406,12 +363,8 @@ def _differing_tensors(
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Yield (name, ranks, number of replicas) for each tensor of one parameter whose replicas differ.
 
-    ``ranks`` are as in `Mismatch.ranks`.
-
-    Args:
-        kind: Kind of the tensors. For "state", the yielded name is the name of a single state that differs, such as
-            "state exp_avg". If no single state differs, and for other kinds, it is ``kind``.
-        held: The parameter's hashes on each rank, by global rank.
+    For the kind "state", the yielded name is the name of a single state that differs, such as "state exp_avg". If no
+    single state differs, and for other kinds, it is ``kind``. ``held`` has the parameter's hashes by global rank.
     """
     alone = sorted({what for of_rank in held for what in of_rank} - {kind})
     differing = [(what, ranks, copies) for what in alone for ranks, copies in _find_minorities(what, held)]
@@ -463,10 +416,8 @@ class EqualShards:
     `slots` returns numbers that a collective must sum over all ranks. If all shards of a parameter along an axis are
     bitwise equal, the parameter is probably replicated; `check` then raises an error.
 
-    Args:
-        plan: A plan of the stepped tensors with parameter names, from `norm.plan_agreement.agree`.
-        axes: For each entry of the plan the axes along which its shards are compared. (): the entry is not compared.
-        device: The device of the slots.
+    ``plan`` has parameter names, from `norm.plan_agreement.agree`. ``axes`` has for each entry the axes along which its
+    shards are compared. (): the entry is not compared.
     """
 
     def __init__(self, plan: ReductionPlan, axes: Sequence[Sequence[str]], device: torch.device) -> None:
@@ -475,12 +426,7 @@ class EqualShards:
     def slots(self, numbers: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
         """Return this rank's summands, 1-dim float64: three numbers per parameter name and mesh axis.
 
-        Args:
-            numbers: [entries, 2 or more] int64: the hashes of the weights and of the gradients, from
-                `ReplicaCheck.numbers`.
-            weights: One weight tensor per entry of the plan.
-            gradients: One gradient, or None, per entry of the plan.
-        Host synchronization: none if all tensors are on the device of this object.
+        ``numbers`` are the hashes of the weights and of the gradients, from `ReplicaCheck.numbers`.
         """
         topology, names = self.plan.topology, len(self.plan.parameter_names)
         values = torch.zeros(names, len(topology.axes), WORDS + 1, dtype=torch.float64, device=self.device)
@@ -500,10 +446,7 @@ class EqualShards:
         return values.view(-1)
 
     def find(self, totals: Tensor) -> list[tuple[str, str]]:
-        """Return (parameter name, axis) for each parameter whose compared shards along the axis are all equal.
-
-        ``totals`` is the sum of all ranks' `slots`, on the CPU.
-        """
+        """Return (parameter name, axis) for each parameter whose compared shards along the axis are all equal."""
         values = totals.view(len(self.plan.parameter_names), len(self.plan.topology.axes), WORDS + 1)
         equal = (values[..., :WORDS] == 0).all(-1) & (values[..., WORDS] > 0)
         return [
@@ -511,10 +454,6 @@ class EqualShards:
         ]
 
     def check(self, totals: Tensor) -> None:
-        """Raise ValueError if all compared shards of a parameter along an axis are equal.
-
-        ``totals`` is the sum of all ranks' `slots`, on the CPU.
-        """
         if found := self.find(totals):
             name, axis = found[0]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -569,10 +508,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 class TensorHash:
     """Computes one 64-bit hash of the bits of each tensor, on the tensor's device.
 
-    Args:
-        device: The device of the hashes.
-        exact: True: all bits count. False (default): all NaNs are equal, and -0 equals 0. All bits of 8-bit floats count
-            in both cases.
+    With ``exact``, all bits count. Otherwise all NaNs are equal, and -0 equals 0. All bits of 8-bit floats count in
+    both cases.
     """
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
@@ -693,7 +630,6 @@ def splitmix64_finalizer(numbers: Tensor) -> Tensor:
 
 
 def _shift_right(numbers: Tensor, bits: int) -> Tensor:
-    """Shift to the right without sign extension."""
     return (numbers >> bits) & ((1 << 64 - bits) - 1)
 
 

@@ -17,11 +17,8 @@ from .mesh.topology import Topology
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the grid of ranks and the groups of the topology in the arguments.
 
-    With ``--svg FILE``, also write a picture of each rank's shards of typical parameters. If an argument is incorrect,
-    or the file can't be written, the function writes a message to stderr and exits with code 2.
-
-    Args:
-        arguments: Command line arguments. None: the arguments of the process.
+    With ``--svg FILE``, also write a picture of each rank's shards of typical parameters. Incorrect arguments, or a file
+    that can't be written, exit with code 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m meshstep.parallel",

@@ -70,14 +70,7 @@ _UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 class LaunchEnvironment:
     """The rank of this process and the address of rank 0, as read from a launcher's environment variables.
 
-    Args:
-        launcher: Name of the launcher.
-        rank: Rank of this process. Default: 0.
-        world_size: Number of processes. Default: 1.
-        local_rank: Rank among the processes on this machine. Default: 0.
-        address: Host of rank 0; an IPv6 address has no brackets. It may be empty for one process, which needs no
-            address.
-        port: Port on the host of rank 0. It may be 0 for one process.
+    An IPv6 ``address`` has no brackets. For one process ``address`` may be empty, and ``port`` may be 0.
     """
 
     launcher: Launcher
@@ -100,13 +93,11 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
     If ``launcher`` is None, and no variables of a launcher are set, the result describes one process.
 
     Args:
-        environ: The environment variables.
         launcher: Read only the variables of this launcher. ``"none"``: ignore all variables. None: use the first of
             torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
     Raises:
         ValueError: ``launcher`` is unknown.
-        RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported. The
-            message names the variables.
+        RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported.
     """
     if launcher is not None and launcher not in get_args(Launcher):
         raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
@@ -148,8 +139,6 @@ def _signs(environ: Mapping[str, str]) -> list[Launcher]:
     * mpich is left out if srun set the PMI variables.
     * slurm is left out if mpirun started the process.
     * slurm is left out if srun did not start the process, SLURM_TASKS_PER_NODE is 1 and SLURM_NTASKS is not set.
-
-    Several launchers may remain, for example if torchrun runs in a Slurm job.
     """
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):

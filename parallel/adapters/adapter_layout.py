@@ -169,7 +169,7 @@ class AdapterLayout:
         return input
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        """Return for each id its column of the factor ``a`` [r, ids], as [..., r]; zero if another rank holds the column."""
+        """Return for each id its column of the factor ``a`` [r, ids]: [..., r]; zero if another rank holds the column."""
         return F.embedding(ids, a.t())
 
     def join(self, hidden: Tensor) -> Tensor:

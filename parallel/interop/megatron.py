@@ -120,12 +120,7 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
 class Rules:
     """Rules that translate Megatron's flags and parameter names into specs, for the parameters of one model.
 
-    Args:
-        model, registry, groups: As in `declare_by_flags`.
-    Raises:
-        RuntimeError: ``groups`` is None, and Megatron's ``parallel_state`` is not initialised.
-        ValueError: ``groups`` lacks tp, pp or dp; one of Megatron's groups is not a group along axes of the registry; or
-            the backward of multi-latent attention does not sum the gradient of its rotary keys.
+    The arguments are as in `declare_by_flags`.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None) -> None:
@@ -251,7 +246,7 @@ class Rules:
 def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str) -> Axes:
     """Return the axes larger than 1 along which this rank's group consists of exactly the global ranks ``ranks``.
 
-    The ranks may have any order. Errors name the group ``name``.
+    The ranks may have any order.
 
     Raises:
         ValueError: There are no such axes, or this rank is not in ``ranks``.
@@ -275,17 +270,15 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str) -> Axes:
 def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
     """Return the topology whose axes are common to Megatron's groups of dense parameters and of experts.
 
-    `registry_of` describes the axes.
-
         >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
         Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
 
-    Args:
-        groups: Global ranks of each group of one rank, by the group's name in this module. Any rank may be chosen.
-        world_size: The number of ranks.
+    ``groups`` has the global ranks of each group of one rank, by the group's name in this module. Any rank may be chosen.
+    `registry_of` describes the axes.
+
     Raises:
-        ValueError: The ranks of a group are not evenly spaced; strides and spans of groups do not divide each other, so no
-            common axes exist; or no group of dense parameters connects some ranks.
+        ValueError: Strides and spans of groups do not divide each other, so no common axes exist; or no group of dense
+            parameters connects some ranks.
     """
     strides = {name: _strides_of(_FIELDS[name], ranks) for name, ranks in groups.items() if len(ranks) > 1}
     by_field = {_FIELDS[name]: ranks for name, ranks in groups.items()}
@@ -319,11 +312,7 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
 
 
 def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
-    """Return the difference of neighbouring ranks of a group, and this difference times the size of the group.
-
-    Raises:
-        ValueError: The ranks are not evenly spaced.
-    """
+    """Return the difference of neighbouring ranks of a group, and this difference times the size of the group."""
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
         raise ValueError(
@@ -337,10 +326,9 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
     """Return Megatron's process groups of this rank, by their names in this module.
 
-    Args:
-        groups: A ``ProcessGroupCollection``. None: the groups of ``parallel_state``.
-        names: For each wanted group, its name in this module and its attribute in a ``ProcessGroupCollection``. Groups that
-            this rank does not have are left out.
+    ``names`` has the attribute of each wanted group in a ``ProcessGroupCollection``. Groups that this rank does not have
+    are left out.
+
     Raises:
         RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
         ValueError: tp, pp or dp is missing.

@@ -81,12 +81,9 @@ def sum_rope_gradients(model: nn.Module) -> None:
 
         sum_rope_gradients(model)
 
-    Args:
-        model: A model chunk of Megatron layers; it may be wrapped.
-    Collectives: none in this call. In each backward of a module with a hook, an all-reduce of the gradient of the rotary
-        keys, or with sequence parallelism a reduce-scatter by Megatron. The hook gathers the output of a sharded down
+    Collectives: in each backward of a module with a hook, an all-reduce of the gradient of the rotary keys, or with
+    sequence parallelism a reduce-scatter by Megatron. The hook gathers the output of a sharded down
         projection, which Megatron would gather itself without the hook.
-    Host synchronization: none.
     """
     for _, module in _modules_without_sum(model):
         config, group = module.config, module.pg_collection.tp
@@ -97,11 +94,7 @@ def sum_rope_gradients(model: nn.Module) -> None:
 class _RopeSum:
     """Forward hook of ``linear_kv_down_proj``, which makes backward sum the gradient of the rotary keys.
 
-    Args:
-        latent: Number of output columns of the latent.
-        rope: Number of output columns of the rotary keys, which follow the latent.
-        sequence_parallel: True if the model uses sequence parallelism.
-        group: The tensor-parallel group.
+    ``latent`` is the number of output columns of the latent, and ``rope`` of the rotary keys, which follow the latent.
     """
 
     def __init__(self, latent: int, rope: int, sequence_parallel: bool, group: dist.ProcessGroup) -> None:

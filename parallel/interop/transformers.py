@@ -90,10 +90,7 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
 def sharded_model(model: nn.Module) -> Any:
     """Return the model that `from_pretrained` has sharded: ``model`` itself, or a module within it.
 
-    This is the module that has the attribute ``_mesh_manager``, so names and classes of wrapper modules do not matter.
-
-    Raises:
-        ValueError: No module has this attribute, or more than one.
+    This is the only module that has the attribute ``_mesh_manager``, so names and classes of wrapper modules do not matter.
     """
     found = [module for module in model.modules() if vars(module).get("_mesh_manager") is not None]
     kind = type(model).__name__
@@ -114,8 +111,7 @@ def sharded_model(model: nn.Module) -> Any:
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
     """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep).
 
-    The arguments are sizes of mesh dims; both meshes also have ``pp`` and ``dp_replicate``. ``fsdp`` is an alias for the
-    axes ``efsdp`` and ``fsdp_in_ep``. ``ep`` is an alias for ``fsdp_in_ep`` and ``tp``.
+    The arguments are sizes of mesh dims. Both meshes also have ``pp`` and ``dp_replicate``.
     """
     return Topology(
         pp=pp,
@@ -135,8 +131,6 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
     forward in the dict is None if `registry_of` has already removed the hook. The modules are found by their forward. The
     names in the tensor-parallel plan are used only to detect modules whose forward was replaced.
 
-    Args:
-        model: The result of `sharded_model`.
     Raises:
         ValueError: No module or parameter has a name of the plan; or the forward of a module in the plan was replaced.
     """

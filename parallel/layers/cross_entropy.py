@@ -157,13 +157,8 @@ def cross_entropy_3d(
 class _Sharding:
     """Sharding of the logits, and the options of the loss.
 
-    Attributes:
-        registry: The process groups.
-        class_axis: The axis that shards the classes; None if every rank has all classes.
-        batch_axes: The axes that shard the batch.
-        ignore_index, reduction: As in `vocab_parallel_cross_entropy`.
-        smoothing: The argument ``label_smoothing``.
-        classes: Number of classes over all ranks. Default None: every rank has the same number.
+    ``class_axis`` is None if every rank has all classes. ``classes`` is the number of classes over all ranks; None: every
+    rank has the same number.
     """
 
     registry: ProcessGroupRegistry
@@ -175,7 +170,6 @@ class _Sharding:
     classes: int | None = None
 
     def reduce_over_classes(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce ``tensor`` in place over the axis that shards the classes."""
         if self.class_axis is not None and self.registry.size(self.class_axis) > 1:
             with track_call("cross_entropy", self.registry):
                 dist.all_reduce(tensor, op=op, group=self.registry.group(self.class_axis))
@@ -215,14 +209,9 @@ class _Sharding:
         return packed[:-2].view(maximum.shape)
 
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
-        """Find the targets among this rank's classes.
+        """Return (index among this rank's classes, mask of targets on other ranks, number of classes over all ranks).
 
-        Args:
-            target: Class indices over all ranks.
-            num_local: Number of classes on this rank.
-        Returns:
-            Index of each target among this rank's classes, and 0 for a target on another rank; a mask that is True for
-            targets on other ranks; and the number of classes over all ranks.
+        The index is 0 for a target on another rank.
         """
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
@@ -281,7 +270,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 def _reduce(loss: Tensor, ignored: Tensor, sharding: _Sharding) -> tuple[Tensor, Tensor]:
     """Return the loss reduced by ``sharding.reduction``, and the weight of each target's loss in the result.
 
-    ``loss`` has the loss of each target on this rank, 0 for an ignored target. ``ignored`` is True for these targets.
+    ``loss`` has the loss of each target on this rank, and 0 for an ignored target.
     """
     weight = (~ignored).to(loss.dtype)
     if sharding.reduction == "none":

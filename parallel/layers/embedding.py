@@ -141,10 +141,7 @@ class Embedding2D(nn.Module):
 
 
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks.
-
-    ``weight`` is this rank's shard of the table [vocabulary, features], whose rows are sharded over ``axis``.
-    """
+    """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks."""
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)
     index, is_remote = local_index(ids, vocabulary, registry, axis)

@@ -31,8 +31,7 @@ def draw_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the initial weight [out_features, in_features] and bias [out_features] of `nn.Linear`, on every rank in full.
 
-    Both are uniform between -1/sqrt(in_features) and 1/sqrt(in_features). With ``bias=False``, the second result is None.
-    None as ``generator``, ``device`` or ``dtype`` means torch's default.
+    With ``bias=False``, the second result is None.
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -50,10 +49,7 @@ def draw_embedding(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return the initial full table [num_embeddings, embedding_dim] of `nn.Embedding`: standard normal values.
-
-    None as ``generator``, ``device`` or ``dtype`` means torch's default.
-    """
+    """Return the initial full table [num_embeddings, embedding_dim] of `nn.Embedding`: standard normal values."""
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 
 
@@ -61,11 +57,7 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     """Return a new parameter with this rank's shard of a full weight, annotated with ``spec``.
 
     The weight ``full`` must be equal on all ranks. A dim that is not a multiple of its axes' sizes is sharded as
-    `torch.chunk` does.
-
-    Raises:
-        ValueError: On every rank: the last rank would get an empty shard, the length of a block is not a multiple of the
-            axes' sizes, or the spec does not fit the weight or the topology.
+    `torch.chunk` does. An empty shard on the last rank is a ValueError on every rank.
     """
     _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
@@ -77,9 +69,6 @@ def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> n
     """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by its spec; None on other ranks.
 
     A rank does not hold the parameter if the spec names other ranks by ``owned=`` or ``tied=``.
-
-    Raises:
-        ValueError: As in `keep_shard`.
     """
     if spec.holds(registry.coordinate, registry.topology):
         return keep_shard(full, spec, registry)
@@ -100,14 +89,7 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 
 
 def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
-    """Return the axes over which the gradients of a 2.5-D layer's parameters are partial.
-
-    ``depth`` is the mesh axis along which there are several grids, or an alias, which is replaced by its axes. If it is
-    None, the result is ().
-
-    Raises:
-        ValueError: The topology does not have this axis.
-    """
+    """Return the axes over which the gradients of a 2.5-D layer's parameters are partial: ``depth`` without aliases."""
     return () if depth is None else registry.topology.expand_aliases(depth)
 
 
@@ -122,13 +104,7 @@ def check_features(
 ) -> None:
     """Raise ValueError if the last dim of a layer's input is not this rank's shard of the features.
 
-    Args:
-        layer: The layer, whose class is named in the error.
-        input: The input of the layer.
-        features, local_features: The number of features, in total and on this rank.
-        axis: The mesh axis that shards the features.
-        registry: Provides the size of the axis.
-        advice: Text that is appended to the error. Default: none.
+    ``features`` and ``local_features`` are the number of features in total and on this rank.
     """
     if input.shape[-1:] != (local_features,):
         uneven = ", uneven=True" if features % registry.size(axis) else ""

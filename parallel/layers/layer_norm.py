@@ -27,11 +27,7 @@ from .initialization import check_features, depth_axes, keep_shard
 class SplitLayerNorm(nn.Module):
     """Common base class of `LayerNorm2D` and `LayerNorm3D`.
 
-    Args:
-        features, registry, eps, bias, device, dtype: As in the subclasses.
-        feature_axis: The axis that shards the features.
-        batch_axes: The axes over which backward sums the gradients of weight and bias.
-        partial: The axes over which the optimizer, and not backward, sums the gradients of weight and bias. Default: none.
+    Backward sums the gradients of weight and bias over ``batch_axes``; the optimizer sums them over ``partial``.
     """
 
     def __init__(
@@ -160,7 +156,7 @@ class _SplitLayerNorm(torch.autograd.Function):
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance, [..., 1] each, over the features of all ranks in the group ``cols``.
 
-    ``x`` is this rank's shard [..., features of this rank]. ``features`` is the number of features over all ranks.
+    ``x`` is this rank's shard. ``features`` is the number of features over all ranks.
 
     Collectives: one all-gather, or two all-reduces if ``features`` is not divisible by the size of the group; none over a
     single rank.

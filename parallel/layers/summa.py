@@ -38,13 +38,7 @@ from ..mesh.registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of ranks, given by two mesh axes.
-
-    Args:
-        registry: The process groups.
-        row: The mesh axis that counts the rows: a rank's coordinate on it is the index of its row.
-        col: The mesh axis that counts the columns.
-    """
+    """A grid of ranks: a rank's coordinate on the mesh axis ``row`` is the index of its row, on ``col`` of its column."""
 
     registry: ProcessGroupRegistry
     row: str
@@ -58,10 +52,7 @@ class Grid:
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
         """Divide a dim of length ``length`` into panels.
 
-        Each panel lies in one of the shards over ``row``, and in one of the shards over ``col``.
-
-        Returns:
-            Two lists with one `Part` per panel, in order: parts of the shards over ``row``, and over ``col``.
+        Each panel lies in one of the shards over ``row``, and in one of the shards over ``col``. Return its `Part` of both.
         """
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
@@ -74,10 +65,7 @@ class Grid:
 class Part(NamedTuple):
     """A panel as a part of one shard of a dim that is sharded over an axis.
 
-    Attributes:
-        owner: Coordinate on the axis of the ranks that hold the shard.
-        start: Index of the panel's first element in the shard.
-        width: Number of elements of the panel.
+    ``owner`` is the coordinate of the ranks that hold the shard. ``start`` is the index of the panel in the shard.
     """
 
     owner: int
@@ -88,20 +76,14 @@ class Part(NamedTuple):
 def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
     """Return this rank's block [m, n] of the distributed matrix product ``A @ B``; differentiable once.
 
-    The summed dim k is divided into panels, at most q on a q x q grid. The products of the panels are summed in the dtype
-    of the operands.
-
         c = summa(a, b, Grid(registry, "row", "col"))
 
-    Args:
-        a: This rank's block [m, k/cols] of A.
-        b: This rank's block [k/rows, n] of B. All blocks of A and B must have the same dtype.
-        grid: The grid of ranks.
-        inner: The full length k of the summed dim. Default None: the length of ``a`` along it, times the number of columns
-            of the grid.
+    ``a`` is this rank's block [m, k/cols] of A, and ``b`` this rank's block [k/rows, n] of B. All blocks must have the same
+    dtype, in which the products of the panels are summed. ``inner`` is k; None: the length of ``a`` along it, times the
+    number of columns of the grid.
+
     Collectives: in forward a broadcast per panel along each axis. In backward a broadcast along one axis and a
     reduction along the other, per panel and per operand that requires gradients. No collectives along an axis of size 1.
-    Host synchronization: none.
     """
     if grid.size == 1:
         return a @ b
@@ -144,18 +126,13 @@ class _Summa(torch.autograd.Function):
 def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None) -> Tensor:
     """Return this rank's block [m, n/cols] of the distributed matrix product ``A @ B.T``; differentiable once.
 
-    The dim n is divided into panels, at most q on a q x q grid.
+    ``a`` is this rank's block [m, k/cols] of A, and ``b`` this rank's block [n/rows, k/cols] of B, of the same dtype.
+    ``outer`` is n; None: the number of rows of ``b``, times the number of rows of the grid. The dim n is divided into
+    panels.
 
-    Args:
-        a: This rank's block [m, k/cols] of A.
-        b: This rank's block [n/rows, k/cols] of B, of the same dtype.
-        grid: The grid of ranks.
-        outer: The full number n of rows of B. None: the number of rows of ``b``, times the number of rows of the
-            grid.
     Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
     panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.
     No collectives along an axis of size 1.
-    Host synchronization: none.
     """
     if grid.size == 1:
         return a @ b.t()
@@ -194,7 +171,7 @@ class _SummaTransposed(torch.autograd.Function):
 def autocast(tensor: Tensor) -> Tensor:
     """Return ``tensor`` cast to the autocast dtype, as autocast casts the operands of a matrix product.
 
-    A float64 tensor is returned unchanged. While autocast is disabled, every tensor is returned unchanged.
+    A float64 tensor is returned unchanged.
     """
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
@@ -205,14 +182,8 @@ def autocast(tensor: Tensor) -> Tensor:
 def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
     """Yield the panels of a sharded matrix one after the other, each broadcast to all ranks along ``axis``.
 
-    Before a panel is yielded, the broadcast of the next panel is started.
-
-    Args:
-        block: This rank's block of the matrix.
-        dim: The dim that is sharded over ``axis`` and divided into panels.
-        parts: Per panel, the rank along ``axis`` that owns it, and its position in the block of that rank.
-        grid: The grid of ranks.
-        axis: The axis along which each panel is broadcast from its owner.
+    Before a panel is yielded, the broadcast of the next panel is started. ``dim`` of this rank's ``block`` is sharded over
+    ``axis`` and divided into ``parts``.
     """
     if grid.registry.size(axis) == 1:
         yield from (block.narrow(dim, part.start, part.width) for part in parts)

@@ -47,11 +47,7 @@ def _check_sequence(input: Tensor, layer: str) -> None:
 class _SplitLinear(nn.Module):
     """Base class of `ColumnParallelLinear` and `RowParallelLinear`: creates weight and bias, sharded and annotated.
 
-    Args:
-        in_features, out_features, registry, axis: As in the subclasses.
-        weight_spec: The layout of the weight [out_features, in_features].
-        bias_spec: The layout of the bias [out_features]. None: no bias.
-        drawn: The arguments ``generator``, ``device`` and ``dtype`` for the initial weights.
+    ``drawn`` are the arguments ``generator``, ``device`` and ``dtype`` for the initial weights.
     """
 
     def __init__(

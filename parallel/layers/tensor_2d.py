@@ -64,16 +64,7 @@ coordinate 0 on ``row`` ("row0"). Over the axis ``col`` the bias is always shard
 
 
 def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
-    """Return the spec of a `Linear2D` bias.
-
-    Args:
-        layout: "column": replicated over ``row``. "all": sharded over ``row``. "row0": held by ranks with coordinate 0 on
-            ``row``. Over ``col`` the bias is always sharded.
-        row, col: The mesh axes of the grid. Defaults: "row", "col".
-        blocks: Number of equal layers that are fused in the layer, or the ratio of their sizes. Default: 1.
-    Raises:
-        ValueError: The layout is unknown, or ``blocks`` is not valid.
-    """
+    """Return the spec of a `Linear2D` bias; ``blocks`` is as in `Linear2D`."""
     columns = in_blocks(col, blocks)
     layouts = {"column": P(columns), "all": P((columns, row)), "row0": P(columns, owned={row: 0})}
     if layout not in layouts:

@@ -166,16 +166,10 @@ class LayerNorm3D(SplitLayerNorm):
 class DiagonalTable(nn.Module):
     """Base class of `Embedding3D` and `Classifier3D`: a table [rows, features] whose features are sharded over ``output``.
 
-    A shard is stored on the ranks whose coordinates on ``input`` and ``output`` are equal.
+    A shard is stored on the ranks whose coordinates on ``input`` and ``output`` are equal, and is replicated over the axis
+    ``weight``. The attribute ``weight`` [rows, features/output] is None on other ranks. Its spec is
+    P(None, output, owned={input: output}).
 
-    Args:
-        full: The full table.
-        registry: The process groups.
-        input, weight, output: The mesh axes.
-
-    Shapes, in which the name of a mesh axis means its size:
-        weight [rows, features/output] P(None, output, owned={input: output}), replicated over the axis ``weight``. The
-            attribute is None on ranks whose coordinates on ``input`` and ``output`` differ.
     Raises:
         ValueError: A rank would get no features, the axis ``output`` is larger than the axis ``input``, or an axis is
             unknown.
@@ -194,11 +188,8 @@ class DiagonalTable(nn.Module):
     def table(self) -> Tensor:
         """Return the shard [rows, features/output] for this rank's coordinate on ``output``, on every rank.
 
-        Backward reduces the gradient of the result over ``input`` to the rank that stores the shard. This rank then
-        all-reduces the gradient over ``weight``.
-
-        Collectives: a broadcast over input in forward. In backward a reduce over input, and an all-reduce over weight on
-        ranks that store the shard.
+        Collectives: a broadcast over input in forward. In backward a reduce of the gradient over input to the rank that
+        stores the shard, and an all-reduce over weight on ranks that store the shard.
         """
         held = held_or_placeholder(self.weight, self.rows, self._local_features, like=self.get_buffer("_like"))
         if self.weight is not None:

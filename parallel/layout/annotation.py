@@ -22,12 +22,10 @@ class Annotation:
     """The layout of a parameter, with the name and the full shape of the parameter.
 
     Args:
-        spec: The layout.
-        name: Name of the parameter in errors. None: no name.
         mesh_axes: For the local tensor of a DTensor, the names of the mesh dims of the DTensor's device mesh. Empty for
             other parameters.
         declared: False: the spec describes the layout over ``mesh_axes`` only, because it was derived from DTensor
-            placements alone, or because the parameter has no layout. Default: True.
+            placements alone, or because the parameter has no layout.
         full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, because the full shape
             can't be computed from the shape of one shard.
         dims: (mesh dim, axes) pairs: the axes of the topology of which a mesh dim consists. A mesh dim whose name is an
@@ -46,11 +44,7 @@ class Annotation:
     source: Source = "layer"
 
     def spec_on(self, topology: Topology) -> P:
-        """Return the layout as a spec that names only axes of ``topology``, instead of mesh dims and aliases.
-
-        Raises:
-            ValueError: The spec does not fit the axes of ``topology``, for example because an axis is named twice.
-        """
+        """Return the layout as a spec that names only axes of ``topology``, instead of mesh dims and aliases."""
         return self.spec.resolve(topology, dict(self.dims))
 
     def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
@@ -100,7 +94,6 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
-    """Set the annotation of ``param`` without checking it."""
     setattr(param, ATTRIBUTE, annotation)
 
 
@@ -223,7 +216,7 @@ def _literal_characters(pattern: str) -> int:
 
 
 def copy_annotation(source: Tensor, target: Tensor) -> None:
-    """Set the annotation of ``target`` to the annotation of ``source``. If ``source`` has none, change nothing."""
+    """Set the annotation of ``target`` to the annotation of ``source``, if ``source`` has one."""
     annotation = annotation_of(source)
     if annotation is not None:
         setattr(target, ATTRIBUTE, annotation)

@@ -40,18 +40,14 @@ DARK = """
 
 
 def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
-    """Return a line of text as SVG; its ``anchor`` (``"start"``, ``"middle"`` or ``"end"``) is at (x, y), in pixels.
-
-    ``kind`` is a class of the style sheet.
-    """
+    """Return a line of text as SVG; its ``anchor`` (``"start"``, ``"middle"`` or ``"end"``) is at (x, y), in pixels."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(content, quote=False)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 0, fill: str = "") -> str:
     """Return a rectangle as SVG, with its upper left corner at (x, y). All lengths are in pixels.
 
-    ``kind`` is a class of the style sheet, and ``radius`` is the radius of the corners. An empty ``fill`` means the colour
-    of the class.
+    ``kind`` is a class of the style sheet. An empty ``fill`` means the colour of the class.
     """
     style = f' style="fill: {fill}"' if fill else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
@@ -60,21 +56,17 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: floa
 def line(points: Iterable[tuple[float, float]], kind: str = "line", colour: str = "", width: float = 1.6) -> str:
     """Return a line through ``points``, which are (x, y) in pixels, as SVG.
 
-    ``kind`` is a class of the style sheet. ``width``, in pixels, is used only with a ``colour``; without a colour, the
-    line has the colour and the width of the class.
+    ``width``, in pixels, is used only with a ``colour``; without a colour, the line has the colour and the width of the
+    class ``kind`` of the style sheet.
     """
     style = f' style="fill: none; stroke: {colour}; stroke-width: {width:g}"' if colour else ""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{kind}"{style}/>'
 
 
 def page(title: str, width: float, height: float, parts: Iterable[str], style: str | None = None) -> str:
-    """Return a complete SVG picture.
+    """Return a complete SVG picture of ``width`` x ``height`` pixels, with the SVG elements ``parts`` below the title.
 
-    Args:
-        title: Title at the top.
-        width, height: Size, in pixels.
-        parts: SVG elements below the title.
-        style: Style sheet. None: a style sheet that follows the light or dark mode of the browser.
+    ``style`` is a style sheet. None: it follows the light or dark mode of the browser.
     """
     style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
@@ -138,16 +130,12 @@ def held(shown: Shown, topology: Topology, rank: int) -> Cells:
 
 
 def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
-    """Return the number of cells along each tensor dim, which is the number of shards along the dim."""
+    """Return the number of shards along each tensor dim."""
     return tuple(topology.size(*topology.expand_aliases(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
 
 
 def draw(topology: Topology) -> str:
-    """Return the picture of a topology as SVG.
-
-    Raises:
-        ValueError: The topology has more than 64 ranks.
-    """
+    """Return the picture of a topology of at most 64 ranks as SVG."""
     if topology.world_size > MOST:
         raise ValueError(
             f"{topology!r} has {topology.world_size:,} ranks, but a picture shows at most {MOST}; leave --svg out to print "
@@ -212,11 +200,7 @@ def blocks_across(topology: Topology) -> tuple[int, int]:
 
 
 def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
-    """Iterate over the SVG elements of the panel of a parameter, whose upper left corner is at (``left``, ``top``).
-
-    The panel has a title, the spec, one card per rank with labels of the coordinates, the number of shards and
-    replicas, and the axes of a partial gradient.
-    """
+    """Iterate over the SVG elements of the panel of a parameter, whose upper left corner is at (``left``, ``top``)."""
     slow, fast = blocks_of(topology)
     rows, columns = block_shape(topology)
     across, _ = blocks_across(topology)

@@ -34,10 +34,7 @@ T = TypeVar("T")
 
 @cache
 def ranks_of_this_process() -> Ranks:
-    """Return the `Ranks` of this process: the processes of its launcher if there are several, else a `RankPool`.
-
-    The first call creates the object, and every call returns it.
-    """
+    """Return the `Ranks` of this process: the processes of its launcher if there are several, else a `RankPool`."""
     return LaunchedRanks() if was_launched() else RankPool()
 
 
@@ -125,10 +122,8 @@ class ProcessGroups:
     """A default process group, and all process groups that were created while it was the default group.
 
     In the block of `activate`, `torch.distributed` uses these groups. At other times this object stores them.
-
-    Args:
-        first_name: First of the consecutive numbers with which torch names these groups. The number must be the same on
-            all members, and no other group of this process may have a name from the same range of numbers.
+    ``first_name`` is the first of the consecutive numbers with which torch names these groups. The number must be the same
+    on all members, and no other group of this process may have a name from the same range of numbers.
     """
 
     def __init__(self, first_name: int) -> None:
@@ -207,9 +202,6 @@ class LaunchedRanks(Ranks):
 
     The number of devices is compared with ``LOCAL_WORLD_SIZE``, or without this variable with the number of all
     processes. If a default process group exists when this object is constructed, its backend is used instead.
-
-    Args:
-        timeout: Seconds that a call may take. Default: 180.
     """
 
     def __init__(self, *, timeout: float = TIMEOUT) -> None:
@@ -228,15 +220,12 @@ class LaunchedRanks(Ranks):
         """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, in every process.
 
         All launched processes must make this call with the same arguments, also processes whose rank is ``world_size``
-        or larger. The arguments are those of `Ranks.run`.
+        or larger. Arguments and errors are those of `Ranks.run`.
 
         Raises:
             unittest.SkipTest: There are fewer processes than ranks.
-            RanksError: A rank raised an error, or exceeded the timeout; its result can't be pickled; a process did not
-                respond; or a process has finished the test without making this call.
-            TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
-            ValueError: ``world_size`` is not a positive integer; or the function, ``world_size`` or an argument differs
-                between processes.
+            RanksError: Also if a process did not respond, or has finished the test without making this call.
+            ValueError: Also if the function, ``world_size`` or an argument differs between processes.
         """
         check_size(world_size)
         call = encoded(function, args)
@@ -266,9 +255,6 @@ class LaunchedRanks(Ranks):
         An outcome is the failure text of a process, or empty if the test passed there. If some processes do not respond
         in time, only these ranks are returned, each with a failure text. If another process still waits in `run` for
         this process, `run` raises RanksError there before its timeout.
-
-        Args:
-            outcome: Failure text of this process; empty if the test passed.
         """
         key = f"end/{self._stages}"
         self._post(key, (outcome, self._calls))
@@ -392,12 +378,7 @@ class LaunchedRanks(Ranks):
     ) -> dict[int, Any]:
         """Wait for the values that ``ranks`` write into the store under ``key``, and return them by rank.
 
-        Args:
-            key: The key in the store, which is followed by the rank.
-            ranks: The ranks that write a value.
-            timeout: The longest time to wait, in seconds.
-            function: Name of the function that is passed to `run`, for the error. Default: none, outside `run`.
-            called: True: all ranks have made the call of `run`, and write their results. Default: False.
+        With ``called``, all ranks have made the call of `run`, and write their results.
 
         Raises:
             RanksError: A rank has finished the test without writing a value, or did not write one within ``timeout``

@@ -17,11 +17,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the module ``meshstep.COMMAND``, where COMMAND is the first argument, with the other arguments.
 
-    For ``--help`` as the first argument, the function prints the list of commands and exits with code 0. If the first
-    argument is missing or is no command, it writes a message to stderr and exits with code 2.
-
-    Args:
-        arguments: Command line arguments. None: the arguments of the process.
+    If the first argument is missing or is no command, write a message to stderr and exit with code 2.
     """
     command = sys.argv[1:] if arguments is None else list(arguments)
     if command and command[0] in COMMANDS:

@@ -40,11 +40,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Detect whether a launcher has started several processes; if so, make them draw the same Hypothesis examples.
-
-    Raises:
-        pytest.UsageError: A launcher has started several processes, and the option -n of pytest-xdist is given.
-    """
+    """Detect whether a launcher has started several processes; if so, make them draw the same Hypothesis examples."""
     config.stash[_launched] = any(map(os.environ.get, _SIGNS)) and _was_launched()
     if not config.stash[_launched]:
         return

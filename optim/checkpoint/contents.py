@@ -66,18 +66,12 @@ class LogicalParameters:
     pipeline stages or owner ranks use one name for different parameters, their coordinates are appended, as in
     ``weight@pipe=1``. The name of a tied parameter is its name on the first rank that holds it.
 
-    Args:
-        model: This rank's part of the model.
-        registry: The process groups.
-        trainable_only: True: only parameters with ``requires_grad``, and buffers of modules that hold such a parameter
-            themselves. False (default): all parameters and buffers.
-    Raises:
-        ValueError: On every rank: a parameter is undeclared although a model axis is larger than 1, a module has
-            non-empty extra state, declarations differ between ranks, or the shape of a shard does not fit its declaration.
+    ``trainable_only``: only parameters with ``requires_grad``, and buffers of modules that hold such a parameter
+    themselves.
+
     Collectives: object all-gathers; none with one rank.
 
     Attributes:
-        trainable_only: The argument.
         names: The logical names in `regions` of all ranks. The list is equal on every rank.
         regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer of this
             rank.
@@ -115,11 +109,7 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """Return the region of the full tensor that the shard ``local`` holds.
-
-        ``local`` is ``tensor``, or its local tensor if it is a DTensor. Raise ValueError if its shape does not fit the
-        layout ``entry``.
-        """
+        """Return the region that the shard ``local`` holds; raise ValueError if its shape does not fit ``entry``."""
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
@@ -128,19 +118,11 @@ class LogicalParameters:
         return (held for held, first in zip(self.regions, self._first, strict=True) if first)
 
     def is_first(self, param: Tensor) -> bool:
-        """Return False if ``param`` is tied and an earlier pipeline stage saves it, else True.
-
-        Raises:
-            ValueError: ``param`` is not a parameter of the model.
-        """
+        """Return False if ``param`` is tied and an earlier pipeline stage saves it, else True."""
         return self._first[self._find(param)]
 
     def of(self, param: Tensor) -> tuple[str, Region]:
-        """Return the logical name of a model parameter, and its region of the full tensor.
-
-        Raises:
-            ValueError: ``param`` is not a parameter of the model.
-        """
+        """Return the logical name of a model parameter, and its region of the full tensor."""
         name, _, region = self.regions[self._find(param)]
         return name, region
 
@@ -173,8 +155,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return (undeclared persistent buffers, parameters and declared persistent buffers), both by name.
 
-    ``trainable_only`` as in `LogicalParameters`.
-
     Raises:
         ValueError: A module has non-empty extra state (``get_extra_state``).
     """
@@ -202,7 +182,6 @@ def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dic
 
 
 def _is_empty(value: object) -> bool:
-    """Return True if a module's extra state is empty: None, or a tensor without elements."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
@@ -223,10 +202,7 @@ def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 class SavedTensor:
     """This rank's parts of a full tensor, with their elements.
 
-    Args:
-        shape: Shape of the full tensor.
-        dtype: Its dtype.
-        parts: This rank's rectangular parts, by their offsets in the full tensor. They do not overlap.
+    ``parts`` are rectangles by their offsets in the full tensor. They do not overlap.
     """
 
     shape: Shape
@@ -236,13 +212,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """Shape, dtype and positions of a rank's parts of a full tensor, without their elements.
-
-    Args:
-        shape: Shape of the full tensor.
-        dtype: Its dtype.
-        boxes: Offsets and sizes of the parts.
-    """
+    """Shape, dtype and positions of a rank's parts of a full tensor, without their elements."""
 
     shape: Shape
     dtype: torch.dtype
@@ -261,11 +231,7 @@ def boxes_of(tensor: SavedTensor) -> HeldTensor:
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
     """Return the elements of a shard as rectangular parts of the full tensor.
 
-    The parts are views of ``tensor`` if it is contiguous.
-
-    Args:
-        region: The region of the full tensor that the shard holds.
-        tensor: The elements of the region, in the order of the region.
+    ``tensor`` has the elements in the order of ``region``. The parts are views of it if it is contiguous.
     """
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
@@ -286,13 +252,9 @@ Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 class PieceState:
     """Description of the optimizer state of one shard: all of it except the elements of ``tensors`` and ``odd``.
 
-    A key is the name of a state, such as "exp_avg".
-
-    Args:
-        tensors: Names of the dtypes of states with the shard's shape, by key.
-        odd: Keys of states that are tensors of other shapes and not scalars.
-        scalars: (name of the dtype, value) of states that are one number per shard as a 0-dim tensor, by key.
-        values: States that are not tensors, by key.
+    Keys are names of states, such as "exp_avg". ``tensors`` has the dtypes of states with the shard's shape, and
+    ``odd`` the keys of other tensors. ``scalars`` has (name of the dtype, value) of states that are one number per
+    shard as a 0-dim tensor, and ``values`` has the states that are not tensors.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
@@ -352,10 +314,7 @@ def _check_scalar(value: object, field: str) -> None:
 
 
 def check_piece_state(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is a dict with the fields of a `PieceState`, with numbers in their valid range.
-
-    ``field`` is the name of the value in the error.
-    """
+    """Raise ValueError unless ``value`` is a dict with the fields of a `PieceState`, with numbers in their valid range."""
     checks = {
         "tensors": dict_of(_check_dtype),
         "odd": list_of(check_text),
@@ -398,11 +357,8 @@ RankStates = Mapping[str, Mapping[Place, PieceState]]  # the states of one rank'
 def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
     """Merge the states of all ranks' shards. Shards of a parameter with equal states share one entry.
 
-    Args:
-        ranks: For each rank, the states of its shards, by parameter and place.
-    Returns:
-        Per parameter, a list of (fields of the `PieceState` as a dict, ranks whose shards have this state, by place).
-        If all shards of the parameter have equal states, the dict of ranks is empty.
+    ``ranks`` has the states of each rank's shards. Return, per parameter, a list of (fields of the `PieceState` as a
+    dict, ranks whose shards have this state, by place). If all shards have equal states, the dict of ranks is empty.
     """
     found: dict[str, list[tuple[PieceState, dict[Place, list[int]]]]] = {}
     for rank, own in enumerate(ranks):
@@ -422,10 +378,8 @@ def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, 
 class PieceStates:
     """The saved states of all shards. `of` returns the state of a shard in any layout.
 
-    Args:
-        content: The result of `merge_states`.
-        ranks: The ranks of the saved run that correspond to this rank. If the saved replicas of a shard have different
-            states, the states of these ranks are used.
+    ``content`` is the result of `merge_states`. ``ranks`` are the saved ranks that correspond to this rank: if the
+    saved replicas of a shard have different states, the states of these ranks are used.
 
     Attributes:
         combined: One message per shard that `of` combined from saved shards with different states, if the optimizer had
@@ -448,8 +402,6 @@ class PieceStates:
         """Iterate over (key, dtype) of the states that other shards of the parameter have, but not this shard.
 
         Only states of the shards' shape count. Yields a state only if no replica of this shard has it.
-
-        ``name`` is the name of the parameter, and ``region`` the region of it that the shard holds.
         """
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
@@ -461,10 +413,6 @@ class PieceStates:
 
         The shard may combine saved shards with different states. Then it gets the numbers of the stepped shard with the
         fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
-
-        Raises:
-            ValueError: The shard combines saved shards with different numbers, and one of these shards has no step count;
-                or they differ in a state that is neither a number nor a tensor.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -554,10 +502,8 @@ def parse_key(key: str) -> tuple[str, ...]:
 class RankRecord:
     """The data of one rank in a checkpoint, without the elements of tensors.
 
-    Args:
-        groups: (names of the parameters on this rank, hyper-parameters) per param group.
-        buffers: The hash of each undeclared buffer's contents, by name; see `digest`.
-        pieces: The optimizer state of each shard, by parameter and place.
+    ``groups`` has (names of the parameters on this rank, hyper-parameters) per param group. ``buffers`` has the hash of
+    each undeclared buffer's contents, by name; see `digest`.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
@@ -568,13 +514,9 @@ class RankRecord:
 class Stepped(NamedTuple):
     """A tensor that the optimizer steps, with its name and region in the checkpoint.
 
-    Args:
-        param: This rank's shard of the model parameter; for a DTensor its local tensor.
-        tensor: The stepped tensor: ``param``, a shard of it, an offloaded copy, or the float32 master weight of these.
-        name: The logical name of the parameter, which is in the keys of the checkpoint.
-        region: The region of the full tensor that ``tensor`` holds.
-        whole: The full-tensor optimizer that steps ``tensor``; some of its states belong to the full tensor. None:
-            another optimizer steps it.
+    ``tensor`` is ``param`` (for a DTensor its local tensor), a shard of it, an offloaded copy, or the float32 master
+    weight of these. ``name`` is the logical name of the parameter, and ``region`` the region that ``tensor`` holds.
+    ``whole`` is the full-tensor optimizer that steps ``tensor``; None: another optimizer steps it.
     """
 
     param: Tensor
@@ -601,9 +543,6 @@ class OptimizerState(NamedTuple):
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
     """Return the contents of the optimizer's state dict, with the name and region of each stepped tensor.
 
-    Raises:
-        ValueError: The optimizer steps a tensor that is not in the model.
-    Collectives: none.
     Host synchronization: yes.
     """
     state = python_numbers(optimizer.state_dict())
@@ -624,8 +563,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
     """Return the master weights in an optimizer's state, by position of the stepped tensor.
 
-    Args:
-        weights: The nested dict ``state_dict()["meshstep"]["weights"]`` of the optimizer.
+    ``weights`` is the nested dict ``state_dict()["meshstep"]["weights"]`` of the optimizer.
     """
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
@@ -647,7 +585,6 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
 
     Raises:
         ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
-    Collectives: none.
     Host synchronization: one per undeclared buffer, and one per scalar optimizer state, that is on a device.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
@@ -692,8 +629,7 @@ def initial_states(
 ) -> Iterator[tuple[str, SavedTensor]]:
     """Yield (key of the checkpoint, initial values) for states that this rank's shards lack and other shards have.
 
-    Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin. Some
-    values depend on hyper-parameters of ``optimizer``, the wrapped torch optimizer.
+    Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
@@ -727,10 +663,7 @@ Variants = list[tuple[T, list[int]]]
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of ``shared.pt``.
-
-    ``shared.pt`` has the data for all ranks. ``world_size`` ranks saved the checkpoint.
-    """
+    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of ``shared.pt``."""
     ranks = list_of(partial(_check_rank, world_size=world_size))
     fields(
         {
@@ -765,11 +698,7 @@ class SharedRecord:
     the same coordinates. If no similar rank has the value, all saved ranks are used. If the ranks that are used have
     different values, reading the value raises ValueError.
 
-    Args:
-        content: The result of `merge`.
-        saved: The mesh of the checkpoint.
-        now: The mesh of this run.
-        rank: This rank's global rank.
+    ``content`` is the result of `merge`, ``saved`` the mesh of the checkpoint, and ``now`` the mesh of this run.
 
     Attributes:
         groups: Per param group, (names of the parameters, different hyper-parameters with the ranks that have them).
@@ -800,19 +729,11 @@ class SharedRecord:
         }
 
     def hyper(self, index: int) -> dict[str, Any]:
-        """Return this rank's hyper-parameters of param group ``index``.
-
-        Raises:
-            ValueError: The saved ranks from which this rank takes its values have different hyper-parameters.
-        """
+        """Return this rank's hyper-parameters of param group ``index``."""
         return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
 
     def buffer(self, name: str) -> str:
-        """Return the hash of this rank's value of the undeclared buffer ``name``.
-
-        Raises:
-            ValueError: The saved ranks from which this rank takes its values have different values of the buffer.
-        """
+        """Return the hash of this rank's value of the undeclared buffer ``name``."""
         return self._choose(self.buffers[name], f"the buffer {name}")
 
     def _choose(self, variants: Variants[T], what: str) -> T:
@@ -837,11 +758,7 @@ def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
 
 
 def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
-    """Return, for each name, the different values and the ranks that have them.
-
-    Args:
-        by_rank: For each rank, its values by name.
-    """
+    """Return, for each name, the different values and the ranks that have them."""
     names = sorted({name for own in by_rank for name in own})
     return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
 

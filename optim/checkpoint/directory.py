@@ -52,10 +52,7 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """Return the record from its JSON form, [size, checksums].
-
-        Raise ValueError or TypeError if it is no pair, or its size or the number of its checksums is wrong.
-        """
+        """Return the record from its JSON form, [size, checksums]; raise ValueError or TypeError if it is no such pair."""
         size, checksums = value
         if (
             not isinstance(size, int)
@@ -124,11 +121,7 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes read.
-
-        Raises:
-            ValueError: A block does not match its checksum.
-        """
+        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes read."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._record.size - self._at)]
         for part in _split_at_blocks(view, self._at):
@@ -160,7 +153,7 @@ class CheckedStream(io.RawIOBase):
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
     """Write a file, synchronize it to disk, and return its record. Raise OSError if it can't be written.
 
-    An existing file is replaced. ``write`` writes the content to the stream that it gets.
+    An existing file is replaced.
     """
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
@@ -180,12 +173,7 @@ def record_of(file: Path) -> FileRecord:
 def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) -> None:
     """Raise ValueError unless all files match their records.
 
-    Args:
-        directory: The directory of the files.
-        files: The record (size and checksums) of each file, by name.
-        contents: True: read the files and compare sizes and checksums. False: compare sizes only.
-    Raises:
-        ValueError: A file is missing, can't be read, or differs from its record.
+    ``contents=False``: compare only sizes, without reading the files.
     """
     for name, expected in files.items():
         file = directory / name
@@ -249,12 +237,10 @@ def begin(path: Path, known: str | None) -> Path:
     All temporary directories under ``path`` are removed. Usually a crash left them; another run that is saving there loses
     its directory.
 
-    Args:
-        path: The directory of the run's checkpoints. It is created if it does not exist.
-        known: The name of the last checkpoint under ``path`` that the optimizer saved or loaded. None: no checkpoint.
+    ``known`` is the name of the last checkpoint under ``path`` that the optimizer saved or loaded; None: no checkpoint.
+
     Raises:
         ValueError: There is a complete checkpoint under ``path``, and the newest one is not ``known``.
-        OSError: A directory can't be created or listed.
     """
     newest = newest_checkpoint(path)
     if newest is not None and newest.name != known:
@@ -279,16 +265,11 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
 
     An error while old checkpoints are removed is ignored; the next save removes them.
 
-    Args:
-        directory: The temporary directory from `begin`, with all files of the checkpoint synchronized to disk.
-        files: The record of each file, by name.
-        about: Other entries of the manifest, as JSON values.
-        keep: Number of newest complete checkpoints to keep, including this one, >= 1.
-    Returns:
-        The directory of the complete checkpoint.
+    ``directory`` is from `begin`, and has all files of the checkpoint, synchronized to disk. ``about`` has other
+    entries of the manifest, as JSON values. ``keep`` counts the complete checkpoints to keep, including this one.
+
     Raises:
         ValueError: A file is missing or incomplete.
-        OSError: The manifest can't be written, or the directory can't be renamed.
     """
     for name, record in files.items():
         file = directory / name
@@ -320,7 +301,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: The manifest is missing or damaged, or its format is not the one that this version reads.
-        OSError: The manifest can't be read for another reason.
     """
     file = directory / MANIFEST
     try:
@@ -353,12 +333,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _read_limited(file: Path) -> bytes:
-    """Return the bytes of a manifest.
-
-    Raises:
-        ValueError: The manifest is not a regular file, or is larger than `MAX_MANIFEST`.
-        OSError: The file is missing or can't be read.
-    """
+    """Return the bytes of a manifest; raise ValueError unless it is a regular file of at most `MAX_MANIFEST` bytes."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
         raise ValueError(f"{file} is damaged, or was tampered with: it is not a regular file; {EARLIER}")
@@ -427,7 +402,6 @@ def plain_content(file: Path) -> Any:
 
     Raises:
         ValueError: The file contains types that ``weights_only=True`` does not allow, or is damaged.
-        OSError: The file can't be read.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

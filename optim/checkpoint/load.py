@@ -75,15 +75,8 @@ class Restoration:
     counts and the states of tensors that are not loaded, share memory with `tensors`, which `Reader.read` fills. Then
     `write_model` copies the saved values into the model.
 
-    Args:
-        parameters: The model's parameters and buffers.
-        own: The contents of the optimizer's current state dict. None: only the model is loaded.
-        groups: For each param group of the optimizer, the names of its parameters on all ranks.
-        stored: The index of the checkpoint's tensors, by key.
-        shared: The saved records of all ranks.
-    Raises:
-        ValueError: The checkpoint does not fit the model or the optimizer, or its files contradict each other.
-    Collectives: none.
+    ``own`` are the contents of the optimizer's current state dict; None: only the model is loaded. ``groups`` has the
+    names of each param group's parameters on all ranks.
 
     Attributes:
         tensors: CPU tensors to be filled from the checkpoint, by key. They are uninitialized until then.
@@ -173,13 +166,8 @@ class Restoration:
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor for a region of a saved full tensor, and add it to `tensors`.
 
-        Args:
-            key: The key of the full tensor in the checkpoint.
-            region: The region to read.
-            shape: The shape of the returned tensor, which has as many elements as the region.
-            dtype: The dtype of the returned tensor. It must be the saved dtype.
-        Raises:
-            ValueError: The checkpoint has no such tensor, or the tensor has another full shape or dtype.
+        The tensor has ``shape``, with as many elements as ``region``. Raise ValueError if the checkpoint does not have
+        the full tensor with the same full shape and dtype.
         """
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
@@ -217,7 +205,7 @@ class Restoration:
 
         Raises:
             ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
-                mesh. Other errors are those of `PieceStates.of` and `_allocate`.
+                mesh.
         """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
@@ -278,11 +266,8 @@ class Restoration:
     def state_dict(self, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state in the form that the optimizer's ``load_state_dict`` takes.
 
-        Args:
-            rest: The saved entries of ``state_dict()["meshstep"]``. Its ``"weights"`` has only the entries that do not
-                depend on the layout.
-        Raises:
-            ValueError: Hyper-parameters of a param group differed between the saved ranks that correspond to this rank.
+        ``rest`` has the saved entries of ``state_dict()["meshstep"]``. Its ``"weights"`` has only the entries that do
+        not depend on the layout.
         """
         assert self._own is not None, "needs an optimizer"
         groups = [
@@ -306,13 +291,9 @@ def _rebuild_weights(
 ) -> dict[str, Any]:
     """Return the entry ``"weights"`` of a state to load: loaded master weights, and saved layout-independent entries.
 
-    Entries that depend on the layout, other than the master weights, keep their current values.
-
-    Args:
-        weights: The current entry ``"weights"`` of the optimizer's state.
-        masters: The loaded master weights by position, which replace the current master weights.
-        portable: The saved entries that do not depend on the layout. If an entry is missing, the result lacks it. At the
-            load, the transform that needs the entry then keeps its own value (`HalfStates`) or raises an error.
+    Entries that depend on the layout, other than the master weights, keep their current values. If ``portable`` lacks
+    an entry, the result lacks it. At the load, the transform that needs the entry then keeps its own value
+    (`HalfStates`) or raises an error.
     """
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
@@ -452,9 +433,8 @@ class _Run(NamedTuple):
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
         """Read a checkpoint and compare it with the run, without changing the run.
 
-        Raises:
-            ValueError: On every rank: a file is missing or damaged, or the checkpoint does not fit.
-            RuntimeError: On every rank: a rank could not read a file.
+        Errors are raised on every rank.
+
         Collectives: gathers of Python objects over all ranks.
         """
         registry = self.registry
@@ -490,11 +470,6 @@ class _Run(NamedTuple):
         """Return the content of the file ``shared.pt``, and the contents of the optimizer's current state dict.
 
         The second value is None if only the model is loaded, without an optimizer.
-
-        Raises:
-            ValueError: The optimizer or the schedule is of another class than the saved one, the content is damaged, or
-                the optimizer steps a tensor that is not in the model.
-            OSError: The file can't be read.
         """
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
         with _name_file_in_errors(directory / SHARED_FILE):

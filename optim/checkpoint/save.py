@@ -141,14 +141,9 @@ def save_checkpoint(
 class Snapshot(NamedTuple):
     """The data that this rank writes into a checkpoint.
 
-    Args:
-        tensors: This rank's parts of the full tensors, by key.
-        record: The hyper-parameters, hashes of buffers and numbers in optimizer states of all ranks, from
-            `SharedRecord.merge`.
-        random: The states of this rank's random number generators.
-        common: Data that rank 0 writes for all ranks: loss scale, kind of optimizer, schedule, ``extra``.
-        facts: Entries of the manifest that describe the run: precision, mesh, torch's version and ``trainable_only``.
-        keep: Number of newest checkpoints to keep, including this one.
+    ``tensors`` are this rank's parts of the full tensors, by key. ``record`` is the result of `SharedRecord.merge` for
+    all ranks. ``random`` has the states of this rank's random number generators. Rank 0 writes ``common`` for all
+    ranks, and ``facts`` as entries of the manifest.
     """
 
     tensors: dict[str, SavedTensor]
@@ -204,13 +199,9 @@ def make_snapshot(
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
     """Write a checkpoint and return its directory. After an error, rank 0 removes the incomplete directory.
 
-    ``path`` is the directory of the run's checkpoints, and ``known`` the name of the last checkpoint there that this run
-    saved or loaded. None: no checkpoint.
+    ``known`` is the name of the last checkpoint under ``path`` that this run saved or loaded; None: no checkpoint.
+    Errors are raised on every rank.
 
-    Raises:
-        ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or
-            shards have different dtypes, or unequal sizes and no declared full shape.
-        RuntimeError: On every rank: a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes.
     """
@@ -271,10 +262,7 @@ def _readable(value: Any, what: str) -> Any:
 
 
 def _check_readable(value: Any, what: str) -> None:
-    """Raise ValueError unless ``torch.load(weights_only=True)`` can read ``value`` back after `torch.save`.
-
-    ``what`` is the name of the value in the error.
-    """
+    """Raise ValueError unless ``torch.load(weights_only=True)`` can read ``value`` back after `torch.save`."""
     problem = _reading_error(value)
     if problem is None:
         return
@@ -298,10 +286,7 @@ def _reading_error(value: Any) -> Exception | None:
 
 
 def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:
-    """Write this rank's random states, and on rank 0 the data for all ranks; return the records of the files by name.
-
-    The files are synchronized to disk. Raise OSError if a file can't be written.
-    """
+    """Write this rank's random states, and on rank 0 the data for all ranks; return the records of the files by name."""
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
@@ -458,9 +443,8 @@ class AsyncSaver:
 def _copy_to_host(snapshot: Snapshot) -> tuple[Snapshot, list[torch.cuda.Event]]:
     """Start to copy ``snapshot`` to CPU memory. The copy shares no memory with the model and the optimizer.
 
-    Returns:
-        The copy, and one event per CUDA device. Wait for the events before you read the copy.
-    Host synchronization: none for CUDA tensors. Their copies are in pinned memory.
+    Return the copy, and one event per CUDA device. Wait for the events before you read the copy. The host does not wait
+    for CUDA tensors, because their copies are in pinned memory.
     """
     tensors = {
         key: SavedTensor(

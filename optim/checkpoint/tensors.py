@@ -71,10 +71,8 @@ def index_to_json(index: Mapping[str, Stored]) -> str:
 def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
     """Parse and check an index, and return its entries by key of the tensor.
 
-    Args:
-        content: The content of the index file.
-        files: The record of each file of the checkpoint, by name.
-        where: Path of the index file, for the error.
+    ``files`` has the records of the checkpoint's files. ``where`` is the path of the index file, for the error.
+
     Raises:
         ValueError: ``content`` is not an index. Or it refers to bytes that are not in ``files``. Or the parts of tensors
             in a file do not have as many bytes as the file, or do not cover each element of a tensor exactly once. Or the
@@ -167,7 +165,6 @@ def tensor_file(rank: int) -> str:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Return True for the name of a `tensor_file` of any rank."""
     return name.startswith("tensors-")
 
 
@@ -178,15 +175,8 @@ def write_tensors(
 
     Each part is written by one of the ranks that hold it. Rank 0 also writes the index.
 
-    Args:
-        directory: The directory of the checkpoint.
-        tensors: This rank's parts of the tensors, by key.
-        registry: The process groups of the mesh.
-    Returns:
-        The records of the files that this rank has written, by name.
-    Raises:
-        ValueError: On every rank: ranks disagree on a tensor's full shape or dtype, or parts leave gaps or overlap.
-        RuntimeError: On every rank: a rank could not write.
+    Return the records of the files that this rank has written, by name. Errors are raised on every rank.
+
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes, the written parts are copied to the host.
     """
@@ -208,10 +198,9 @@ def write_tensors(
 def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
     """Assign each part of a tensor to one of the ranks that hold it, with about equally many bytes per rank.
 
-    Args:
-        held: For each rank, the shape, dtype and boxes of the parts that it holds, by key of the tensor.
-    Returns:
-        For each rank, the boxes of the parts that it must write, by key of the tensor.
+    ``held`` has one mapping per rank. Return, per rank, the boxes of the parts that it must write, by key of the
+    tensor.
+
     Raises:
         ValueError: Ranks disagree on a tensor's full shape or dtype, or the parts of all ranks leave gaps or overlap.
     """
@@ -263,9 +252,7 @@ def _index(
 ) -> dict[str, Stored]:
     """Return the index of the tensor files of all ranks.
 
-    Args:
-        held: For each rank, the shape and dtype of the tensors, by key.
-        share_of: For each rank, the boxes of the parts that it writes, by key, in the order of the file.
+    ``share_of`` has the boxes of each rank in the order of its file.
     """
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
@@ -285,24 +272,14 @@ def _write(tensors: Mapping[str, SavedTensor], share: Mapping[str, Sequence[Box]
 
 
 class Reader:
-    """Reads tensors of one checkpoint.
-
-    Args:
-        directory: The directory of the checkpoint.
-        files: The record (size and checksums) of each file in it, by name.
-    """
+    """Reads tensors of one checkpoint. ``files`` has the record (size and checksums) of each file in the directory."""
 
     def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
         self.directory, self.files = directory, files
 
     @cached_property
     def index(self) -> dict[str, Stored]:
-        """Return the index entries by key of the tensor. The file is read on the first access.
-
-        Raises:
-            ValueError: The index is missing or damaged, or the byte order of the tensors is not this machine's.
-            OSError: The file can't be read.
-        """
+        """Return the index entries by key of the tensor. The file is read on the first access."""
         file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
             raise ValueError(f"{self.directory} is damaged, or was tampered with: it has no {INDEX_FILE}; {EARLIER}")
@@ -313,12 +290,7 @@ class Reader:
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
         """Fill the parts of ``tensors`` in place with the elements in the checkpoint.
 
-        Args:
-            tensors: CPU tensors to fill, by key of the index. A part may have another size than the parts in the files.
-        Raises:
-            ValueError: A file is damaged, or the checkpoint does not have all elements.
-            KeyError: The index has no such key.
-            OSError: A file can't be read.
+        ``tensors`` are CPU tensors by key of the index. A part may have another size than the parts in the files.
         """
         wanted = [
             (place, self.index[key].dtype, box, part)
@@ -337,11 +309,7 @@ class Reader:
 
 
 def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
-    """Return the stored parts of a tensor that overlap with ``box``.
-
-    Raises:
-        ValueError: The stored parts do not cover all of ``box``.
-    """
+    """Return the stored parts of a tensor that overlap with ``box``; raise ValueError if they do not cover it."""
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
         raise ValueError(f"the checkpoint is damaged: it has only a part of {key}; {EARLIER}")
@@ -351,12 +319,8 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
     """Read the elements that a part in a file and the tensor ``part`` have in common, into ``part``.
 
-    Args:
-        stream: The file.
-        place: The location of the part in the file.
-        dtype: The dtype of the elements.
-        box: The region of the full tensor that ``part`` holds.
-        part: The CPU tensor to fill.
+    ``place`` is the part in the file, with elements of ``dtype``. ``box`` is the region that the CPU tensor ``part``
+    holds.
     """
     common = box.common(place.box)
     target = part.detach()

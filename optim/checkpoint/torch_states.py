@@ -36,13 +36,9 @@ from .contents import find_master_weights, portable_entries
 class ParameterStates:
     """A model parameter, and the shards of it that this rank's optimizer steps.
 
-    Args:
-        registry: The process groups.
-        param: The parameter in the model.
-        local: ``param``, or its local tensor if it is a DTensor.
-        entry: The layout of the parameter.
-        held: (position in the param groups, stepped tensor) for each shard of ``local`` that this rank steps.
-        sharded_over: The mesh axes over which `Sharded` (ZeRO) divides ``local`` into shards. None: no axes.
+    ``local`` is ``param``, or its local tensor if it is a DTensor. ``held`` has (position in the param groups, stepped
+    tensor) for each shard of ``local`` that this rank steps. ``sharded_over`` are the mesh axes over which `Sharded`
+    (ZeRO) divides ``local`` into shards; None: no axes.
     """
 
     registry: ProcessGroupRegistry
@@ -88,12 +84,9 @@ class ParameterStates:
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
         """Return one optimizer state of the parameter, as a DTensor of the full shape.
 
-        If the state is not sharded over axes larger than 1, return a plain tensor.
+        If the state is not sharded over axes larger than 1, return a plain tensor. ``pieces`` has (stepped tensor, its
+        state) for each shard that this rank steps. It may be empty with `Sharded` only.
 
-        Args:
-            pieces: (stepped tensor, its state) for each shard that this rank steps. May be empty with `Sharded` only.
-        Raises:
-            ValueError: A DTensor does not support the layout of the parameter, or the full shape is unknown.
         Collectives: with `Sharded`, an object all-gather and an all-reduce over its axes.
         """
         from torch.distributed.tensor import DTensor, Shard
@@ -138,10 +131,8 @@ class ParameterStates:
     def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Return a state of the entire local tensor, flattened, from the shards on all ranks of the axes of `Sharded`.
 
-        The elements are bitwise equal to the shards' elements.
-
-        Args:
-            parts: The state of this rank's shards, by the shard's offset in the flattened local tensor.
+        The elements are bitwise equal to the shards' elements. ``parts`` are this rank's shards, by the shard's offset
+        in the flattened local tensor.
 
         Collectives: an object all-gather and an all-reduce over the axes of `Sharded`.
         Host synchronization: yes.
@@ -160,12 +151,8 @@ class ParameterStates:
     def local_part(self, value: Tensor) -> Tensor:
         """Return the part of a saved state that belongs to this rank's local tensor of the parameter.
 
-        Args:
-            value: The saved state: a DTensor, a full tensor, or a tensor of the local shape.
+        ``value`` is a DTensor, a full tensor, or a tensor of the local shape.
 
-        Raises:
-            ValueError: ``value`` has another shape than the full parameter and this rank's shard. Or it is a DTensor, and
-                a DTensor does not support the parameter's layout in this run.
         Collectives: if ``value`` is a DTensor of another layout, those of ``value.full_tensor()``. If it is a DTensor
             of the same layout, and `Sharded` is used, an object all-gather and an all-reduce over the axes of `Sharded`.
             Otherwise none.
@@ -563,13 +550,7 @@ class TorchStates(torch.optim.Optimizer):
         return layouts
 
     def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (position in the param groups, part of the saved state ``value``) for each shard that this rank steps.
-
-        Args:
-            item: The parameter.
-            key: The name of the state.
-            value: The saved state of the parameter.
-        """
+        """Yield (position in the param groups, part of the saved state ``value``) for each shard that this rank steps."""
         if not isinstance(value, Tensor) or _is_number(key, value, item.local):
             for position, _ in item.held:
                 yield position, value.clone() if isinstance(value, Tensor) else value
@@ -595,10 +576,9 @@ def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Return a copy of the nested dict ``content``, with each number replaced by the number in ``numbers``.
 
-    Args:
-        content: The nested dict.
-        numbers: Numbers or tensors by path in ``content``: the keys joined by "/".
-        before: The path of ``content`` in the outermost dict, ending in "/". Default "": ``content`` is that dict.
+    ``numbers`` are numbers or tensors by path in ``content``: the keys joined by "/". ``before`` is the path of
+    ``content`` in the outermost dict, ending in "/".
+
     Raises:
         ValueError: A number is missing, or a value is not a number.
     """

@@ -81,13 +81,7 @@ def registry_of_replicas() -> ProcessGroupRegistry:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Check the options that `Booster` passes to `ParallelOptimizer`.
-
-    Args:
-        options: The options, by name.
-    Raises:
-        TypeError: `ParallelOptimizer` has no such argument, or an argument of `Booster` determines it.
-    """
+    """Raise TypeError for an option that `ParallelOptimizer` does not have, or that an argument of `Booster` determines."""
     here = {
         "precision": "mixed_precision",
         "average_data": "data_parallel",
@@ -198,11 +192,7 @@ def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
     """Raise ValueError if IterableDatasets give ranks the wrong first samples.
 
     Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
-    samples.
-
-    Args:
-        digests: For each rank, a hash of its first samples; None: this rank is not checked.
-        topology: The mesh.
+    samples. A rank whose digest is None is not checked.
     """
     advice = "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
     seen: dict[tuple[int, ...], tuple[int, str]] = {}
@@ -602,8 +592,7 @@ class Booster(Saving, Generic[Stats_co]):
     ) -> tuple[dict[str, str], str | None]:
         """Raise ValueError or TypeError if the objects that the user passed to `boost` don't fit together.
 
-        Returns:
-            Texts that must be equal on all ranks, by name, and the result of `first_samples`.
+        Return texts that must be equal on all ranks, by name, and the result of `first_samples`.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}; give the nn.Module, or a schedule of its stages")

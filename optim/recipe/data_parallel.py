@@ -45,12 +45,8 @@ def check_data_parallel(
 ) -> None:
     """Raise ValueError if the kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
 
-    Args:
-        mode: The kind of data parallelism. None: `ParallelOptimizer.step` averages the gradients, which is always
-            possible.
-        registry: The process groups.
-        model: The model to check. None (default): no model is checked.
-        optimizer: The optimizer to check. None (default): no optimizer is checked.
+    ``mode=None``: `ParallelOptimizer.step` averages the gradients, which is always possible. ``model`` and
+    ``optimizer`` are not checked if None.
     """
     topology = registry.topology
     if mode is None:
@@ -110,15 +106,9 @@ def wrap(
 ) -> list[nn.Module]:
     """Apply data parallelism to the modules, and return them: wrapped for "ddp", changed in place for "fsdp".
 
-    For other modes, and with a single data rank, they are returned unchanged.
-
-    Args:
-        parts: The model, or this rank's pipeline stages. With "ddp", modules without trainable parameters are not
-            wrapped.
-        optimizer: The optimizer of the modules' parameters. With "fsdp", the new parameters replace the old parameters
-            in its param groups. None: there is no optimizer.
-        registry: The process groups.
-        mode: The kind of data parallelism.
+    For other modes, and with a single data rank, they are returned unchanged. With "ddp", modules without trainable
+    parameters are not wrapped. With "fsdp", the new parameters replace the old parameters in the optimizer's param
+    groups.
     """
     if data_size(registry) == 1:
         return list(parts)
@@ -185,14 +175,7 @@ def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
 def optimizer_options(
     parts: Sequence[nn.Module], registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `ParallelOptimizer` that the kind of data parallelism requires.
-
-    Args:
-        parts: The result of `wrap`.
-        registry: The process groups.
-        mode: The kind of data parallelism.
-        options: The options that the user gave to `Booster`, by name.
-    """
+    """Return the arguments of `ParallelOptimizer` that the kind of data parallelism requires."""
     if data_size(registry) == 1 or mode is None:
         return {}
     if mode in ("zero1", "zero2"):
@@ -243,10 +226,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 def _replicated_tensors(
     model: nn.Module, registry: ProcessGroupRegistry
 ) -> dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]:
-    """Return the parameters and buffers with replicas over data axes.
-
-    The result has, for each tuple of ranks that hold the same replicas, a dict of the tensors by name.
-    """
+    """Return {ranks that hold the same replicas: parameters and buffers by name} for replicas over data axes."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"broadcast_weights: the model is a {type(model).__name__}; give an nn.Module")
     topology, found = registry.topology, dict[tuple[int, ...], dict[str, nn.Parameter | Tensor]]()
@@ -364,10 +344,9 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
     States are compared by name, shape and dtype. Names of parameters are not compared, because a tied parameter may
     have different names on different ranks.
 
-    Args:
-        descriptions: By the key of the broadcast, one text per stepped tensor of this rank that has replicas:
-            "<parameter>: <names, shapes and dtypes of the tensor and its states>".
-        registry: The process groups.
+    Texts are "<parameter>: <names, shapes and dtypes of the tensor and its states>", one per stepped tensor with
+    replicas.
+
     Collectives: an object all-gather.
     """
     reports = gather_objects(descriptions, registry)
@@ -416,12 +395,8 @@ def _broadcast(
 ) -> None:
     """Broadcast ``parts`` from ``ranks[0]`` to ``ranks`` in one collective, in place.
 
-    Args:
-        parts: 1-dim uint8 views of tensors, on any devices.
-        copied: (tensor, contiguous copy) pairs. The copies, which received their bytes through ``parts``, are written to
-            the tensors.
-        ranks: The ranks of the broadcast.
-        registry: The process groups.
+    ``parts`` are 1-dim uint8 views of tensors, on any devices. ``copied`` has (tensor, contiguous copy) pairs: the
+    copies, which received their bytes through ``parts``, are written to the tensors.
     """
     sizes = [part.numel() for part in parts]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)

@@ -224,10 +224,7 @@ class _Loss:
         return scaled
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the mean, or with ``scale_grads=False`` the sum, of the unscaled losses of a call.
-
-        ``losses`` are the losses that this object returned to the schedule.
-        """
+        """Return the mean, or with ``scale_grads=False`` the sum, of the unscaled losses of a call."""
         plain = torch.stack([self.given[id(loss)][1] if id(loss) in self.given else loss.detach() for loss in losses])
         return plain.mean() if self.is_mean else plain.sum()
 
@@ -237,12 +234,7 @@ def check_pipeline(
 ) -> None:
     """Raise an error if `Pipeline` can't train with a schedule.
 
-    Args:
-        schedule: The schedule.
-        registry: The process groups.
-        data_parallel: The ``data_parallel`` of a `Booster`. Default: None.
-        optimizer: The optimizer of the pipeline. None: raise ValueError, because training needs one. Default (``...``):
-            not checked.
+    ``optimizer=None`` is an error, because training needs one. By default, the optimizer is not checked.
 
     Raises:
         TypeError: ``schedule`` is not a schedule of `torch.distributed.pipelining`.

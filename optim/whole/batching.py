@@ -112,8 +112,8 @@ class PackedTensors:
 class LazyTensors(Mapping[int, Tensor]):
     """A mapping that computes its tensors on access, so that few of them are in memory at the same time.
 
-    Keys are positions. ``make`` is called on every access, and its result is not stored. ``make_all`` computes several
-    values with few kernels; None: ``make`` computes them.
+    Keys are indices of stepped tensors over all param groups. ``make`` is called on every access, and its result is not
+    stored. ``make_all`` computes several values with few kernels; None: ``make`` computes them.
     """
 
     def __init__(

@@ -21,10 +21,7 @@ Code that caches parameters by param group must not cache these param groups, be
 
 
 def split_runs(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield lists of consecutive items that have at most ``most`` elements together. A larger item gets its own list.
-
-    ``numel`` returns the number of elements of an item.
-    """
+    """Yield lists of consecutive items that have at most ``most`` elements together. A larger item gets its own list."""
     run, held = list[T](), 0
     for item in items:
         size = numel(item)
@@ -45,11 +42,6 @@ def step_by_bucket(
     A param group of some optimizers (schedule-free ones) has a step counter, which must advance once per step and not once
     per bucket. Before each bucket, all entries of the param groups except ``"params"`` are therefore set to their values
     from before the first bucket. This resets Python numbers, but not a tensor that the optimizer changes in place.
-
-    Args:
-        optimizer: The optimizer. The list ``"params"`` of its param groups is replaced during each call, and restored.
-        buckets: For each bucket, one list of parameters per param group.
-        step: Updates the parameters in the optimizer's param groups.
     """
     groups = optimizer.param_groups
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(group, dict(group)) for group in groups]

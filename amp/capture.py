@@ -18,11 +18,8 @@ def is_captured() -> bool:
 def keeps_state_in_place(owner: object) -> Iterator[None]:
     """Context manager that raises if its body assigns a new object to an attribute of ``owner`` in a CUDA graph capture.
 
-    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. The attributes are
-    compared by identity before and after the body. Outside a capture nothing is checked.
-
-    Raises:
-        RuntimeError: The current stream is being captured, and an attribute has a new object.
+    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. Outside a capture
+    nothing is checked.
     """
     before = dict(vars(owner)) if is_captured() else None
     yield

@@ -18,15 +18,13 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Return True if the tensor is float16 or bfloat16."""
     return tensor.dtype in HALF_DTYPES
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every real floating-point tensor cast to ``dtype``. The cast is differentiable.
 
-    The function casts within nested tuples, named tuples, lists and dicts. All other values are returned unchanged,
-    including integer, bool and complex tensors.
+    The function casts within nested tuples, named tuples, lists and dicts. All other values are returned unchanged.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -42,15 +40,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dtype]) -> bool:
-    """Cast the floating-point parameters and buffers of ``model`` in place.
+    """Cast the floating-point parameters and buffers of ``model`` in place. Return True if any tensor was cast.
 
-    The tensor objects stay the same; their data changes. Gradients of cast parameters are cast too.
+    The tensor objects stay the same; their data changes. Gradients of cast parameters are cast too. Tied parameters stay
+    tied. ``wanted(module, tensor)`` returns the dtype that a parameter or buffer must have.
 
-    Args:
-        model: Any module; tied parameters stay tied.
-        wanted: Returns the dtype that a parameter or buffer must have; called as ``wanted(module, tensor)``.
-    Returns:
-        True if any tensor was cast.
     Raises:
         ValueError: A tensor that must be cast is a DTensor. Or a tensor must be cast, and ``model`` is or contains
             `DistributedDataParallel`. Nothing is changed.
@@ -115,12 +109,8 @@ class Autocast:
     original module's ``forward``. It does not use forward hooks, because an exception in ``forward`` skips hooks that were
     registered without ``always_call=True``, and would leave autocast enabled.
 
-    Args:
-        function: The callable to run.
-        dtype: The dtype of autocast.
-        module: The module whose first parameter determines autocast's device type. If it is None (default) or has no
-            parameters, the first tensor among the arguments determines the device type. Without such a tensor, it is the
-            type of torch's default device.
+    The first parameter of ``module`` determines autocast's device type, else the first tensor among the arguments, else
+    torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
@@ -153,14 +143,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
     """Cast the tensors of ``model`` in place, and register hooks that cast its inputs to ``dtype``, its outputs to float32.
 
-    Args:
-        model: Any module.
-        dtype: The dtype of floating-point parameters, buffers and inputs.
-        keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm layers still get
-            inputs of ``dtype`` and return ``dtype``.
-    Raises:
-        ValueError: A tensor that must be cast is a DTensor. Or a tensor must be cast, and ``model`` is or contains
-            `DistributedDataParallel`.
+    If ``keep_batchnorm_fp32`` is True, parameters and buffers of batch norm become float32. Batch norm layers still get
+    inputs of ``dtype`` and return ``dtype``. Errors are those of `cast_model_`.
     """
 
     def wanted(module: nn.Module, tensor: Tensor) -> torch.dtype:
@@ -220,9 +204,7 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
     """Return True if ``copy``, cast to the dtype and device of ``tensor``, has the same shape and equal elements.
 
-    Two NaNs at the same position count as equal, and so do 0 and -0.
-
-    Host synchronization: at most two, and one for the copy between devices if the tensors are on different devices.
+    Two NaNs at the same position count as equal, and so do 0 and -0. Host synchronization: yes.
     """
     if tensor.shape != copy.shape:
         return False

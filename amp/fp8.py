@@ -58,14 +58,11 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
         a, b: This rank's blocks [m, k/cols] of A and [k/rows, n] of B, both float32 or both bfloat16. If ``b`` is a
             weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached until the weight changes or an
             optimizer steps.
-        grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it.
-        inner: k, the length of the full summed dim. Default None: the length of ``a`` along it, times the number of
-            columns of the grid.
-        data_axes: Additional axes of the all-reduce of the largest absolute values. Default: none.
-    Raises:
-        TypeError: ``a`` or ``b`` is float64, and all dims of ``b`` are multiples of 16.
+        grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it, and over
+            ``data_axes``.
+        inner: k, as in `summa`.
     Collectives: those of `summa`. If values are rounded, also an all-reduce (MAX) of two numbers in forward and of one
-    number in backward; none over a single rank. Host synchronization: none. Differentiable once.
+    number in backward; none over a single rank. Differentiable once.
     """
     if not fits(b):
         return summa(a, b, grid, inner)
@@ -81,9 +78,8 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 class _Scales:
     """The inverse scales of one product ``A @ B``, shared by its `_Round` and `_Descale` functions.
 
-    Attributes:
-        operands: The inverse scales of A and B, set in forward.
-        grad: The inverse scale of the gradient of the product, set in backward.
+    ``operands`` are the inverse scales of A and B, set in forward. ``grad`` is that of the product's gradient, set in
+    backward.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:

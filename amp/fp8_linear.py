@@ -50,21 +50,18 @@ class Fp8Matmul:
     `torch.nn.functional.linear` of its arguments. Dtypes, errors and collectives below do not apply then.
 
     Args:
-        registry: The process groups. Default None: the tensors are not sharded.
-        forward_axes: Axes that shard the weight, the input, or both. Default: none.
-        backward_axes: Axes that shard the gradient of the output. Default: none.
+        registry: The process groups. None: the tensors are not sharded.
+        forward_axes: Axes that shard the weight, the input, or both.
+        backward_axes: Axes that shard the gradient of the output.
 
-    Shapes:
-        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
-
-    The weight gradient is computed in float32, and autograd casts it to the weight's `Tensor.grad_dtype`. The 8-bit
-    operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the weight
-    changes or an optimizer steps.
+    The output has the dtype of the input, also under autocast. The weight gradient is computed in float32, and autograd
+    casts it to the weight's `Tensor.grad_dtype`. The 8-bit operands are saved for backward. In a model that `Fp8` has
+    prepared, the 8-bit weight is cached until the weight changes or an optimizer steps.
 
     Raises:
         TypeError: The input or the weight is float64.
     Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, and one of a single number over
-    backward_axes in backward; none over a single rank. Host synchronization: none. Differentiable once.
+    backward_axes in backward; none over a single rank. Differentiable once.
     """
 
     registry: ProcessGroupRegistry | None = None
@@ -82,13 +79,7 @@ class Fp8Matmul:
 
 
 class Fp8Linear(nn.Linear):
-    """`nn.Linear` with an 8-bit product. The mode `Fp8` sets this class as the class of an `nn.Linear` object.
-
-        layer = Fp8Linear(64, 128, dtype=torch.bfloat16, device="cuda")
-
-    Attributes:
-        matmul: Computes the output from input, weight and bias. Default: `Fp8Matmul` for tensors that are not sharded.
-    """
+    """`nn.Linear` with an 8-bit product. The mode `Fp8` sets this class as the class of an `nn.Linear` object."""
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor] = Fp8Matmul()
 
@@ -125,9 +116,9 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return the product ``a @ b.T`` of two scaled 8-bit matrices: [m, k] x [n, k] -> [m, n].
+    """Return the product ``a @ b.T`` of two scaled 8-bit matrices in ``dtype``: [m, k] x [n, k] -> [m, n].
 
-    The matrices both have a single scale, or both have one scale per row. ``dtype`` is the dtype of the result.
+    The matrices both have a single scale, or both have one scale per row.
     """
     by_row, device = a.inverse_scale.dim() > 0, a.values.device
     if a.values.numel() and has_fp8(device):
@@ -176,10 +167,7 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def row_major(values: Tensor) -> Tensor:
-    """Return an 8-bit matrix as a contiguous matrix, with each row padded with zeros to a multiple of 16 bytes.
-
-    If ``values`` is already such a matrix, it is returned itself.
-    """
+    """Return an 8-bit matrix as a contiguous matrix, with each row padded with zeros to a multiple of 16 bytes."""
     rows, length = values.shape
     padding = -length % MULTIPLE
     if not padding:
@@ -213,21 +201,16 @@ class Fp8RowMatmul:
     row is computed from the largest absolute value of the full row. If the dim is sharded, this value is all-reduced.
 
     If a dim of this rank's weight shard is not a multiple of 16, nothing is rounded: the call returns
-    `torch.nn.functional.linear` of its arguments. Dtypes, errors and collectives below do not apply then.
+    `torch.nn.functional.linear` of its arguments. Errors and collectives below do not apply then.
 
     Args:
-        registry: The process groups. Default None: the tensors are not sharded.
-        in_axes, out_axes: Axes that shard the weight's input and output features. Default: none.
-        batch_axes: Axes that shard the samples, over which the maxima for the weight gradient are all-reduced. Default:
-            none.
-
-    Shapes:
-        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
+        registry: The process groups. None: the tensors are not sharded.
+        in_axes, out_axes: Axes that shard the weight's input and output features.
+        batch_axes: Axes that shard the samples, over which the maxima for the weight gradient are all-reduced.
     Raises:
         TypeError: The input or the weight is float64.
     Collectives: all-reduces (MAX) of one number per row of both operands: one over in_axes in forward, one over out_axes
-    for the input gradient, one over batch_axes for the weight gradient. None over a single rank. Host synchronization:
-    none. Differentiable once.
+    for the input gradient, one over batch_axes for the weight gradient. None over a single rank. Differentiable once.
     """
 
     registry: ProcessGroupRegistry | None = None
@@ -282,15 +265,8 @@ def _product(
 ) -> Tensor:
     """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits with one scale per row.
 
-    Args:
-        a: Matrix [m, k]. It is rounded to ``format``.
-        b: Matrix [n, k]. It is rounded to e4m3.
-        format: The 8-bit dtype of the rounded ``a``.
-        dtype: The dtype of the result.
-        registry, axes: The process groups, and the axes that shard the dim k.
-        b_cache: The cache of the rounded ``b``. Default None: ``b`` is not cached.
-        orientation: Part of the key in the cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if ``b`` is the weight's
-            transpose. Default: an empty string, for a ``b`` without a cache.
+    ``a`` is rounded to ``format`` and ``b`` to e4m3. ``axes`` shard the dim k. ``orientation`` is part of the key of ``b``
+    in its cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if ``b`` is the weight's transpose.
     """
     how = orientation, registry, axes
     return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
@@ -321,9 +297,7 @@ MIN_AMAX = 2.0**-100
 class Quantized(NamedTuple):
     """8-bit tensor with its inverse scale. It represents the float32 tensor ``values * inverse_scale``.
 
-    Attributes:
-        values: float8_e4m3fn or float8_e5m2 tensor.
-        inverse_scale: float32 tensor; 0-dim for one scale, [rows, 1] for one scale per row.
+    ``inverse_scale`` is float32: 0-dim for one scale, [rows, 1] for one scale per row.
     """
 
     values: Tensor
@@ -338,15 +312,8 @@ class Quantized(NamedTuple):
 def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
     """Return ``x`` multiplied by a scale and rounded to an 8-bit format.
 
-    The scale maps ``amax`` to the largest value of the format.
-
-    Args:
-        x: Floating-point tensor with one or more dims, in any memory layout.
-        format: `E4M3` or `E5M2`.
-        amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the full tensor. [rows, 1]:
-            the maximum of each row.
-    Returns:
-        The 8-bit values, contiguous (row-major) for any memory layout of ``x``, and the inverse scale.
+    The scale maps ``amax`` to the largest value of the format. ``amax`` is at least the largest absolute value in ``x``
+    (float32, 0-dim) or in each row ([rows, 1]). The 8-bit values are contiguous for any memory layout of ``x``.
     """
     scale = torch.finfo(format).max / amax.clamp(min=MIN_AMAX)
     values = torch.empty(x.shape, dtype=format, device=x.device)
@@ -370,12 +337,8 @@ def global_amax(
 ) -> tuple[Tensor, ...]:
     """Return the largest absolute value of each full tensor, from this rank's shards of the tensors.
 
-    Args:
-        tensors: This rank's shards; floating-point tensors. An empty shard counts as 0.
-        registry: The process groups. Default None: the tensors are not sharded.
-        axes: Axes that shard the tensors. A tensor may be replicated over some of them. Default: none.
-    Returns:
-        One 0-dim float32 tensor per tensor.
+    The results are 0-dim and float32. An empty shard counts as 0. A tensor may be replicated over some of ``axes``.
+
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
     return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
@@ -386,7 +349,7 @@ def max_over_ranks(
 ) -> tuple[Tensor, ...]:
     """Return the elementwise maximum of each float32 tensor over all ranks along ``axes``.
 
-    The shapes must be the same on all ranks. Without a registry or axes, the result is ``maxima`` as a tuple.
+    The shapes must be the same on all ranks.
 
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
@@ -403,7 +366,7 @@ def max_over_ranks(
 def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
     """Return the largest absolute value of ``x`` as a 0-dim float32 tensor; 0 if ``x`` is empty.
 
-    If ``by_row`` is True, ``x`` is a matrix, and the result has the largest absolute value of each row: [rows, 1].
+    If ``by_row`` is True, the result has the largest absolute value of each row: [rows, 1].
     """
     if not x.numel():
         return x.new_zeros((x.size(0), 1) if by_row else (), dtype=torch.float32)
@@ -429,9 +392,7 @@ def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
 class RoundedWeight(NamedTuple):
     """Cache entry: a weight, or the transpose of a weight, in 8 bits.
 
-    Attributes:
-        amax: Largest absolute value of the full matrix (0-dim), or of each row ([rows, 1]).
-        quantized: The matrix, rounded with the scales that follow from ``amax``.
+    ``amax`` is the largest absolute value of the full matrix (0-dim), or of each row ([rows, 1]).
     """
 
     amax: Tensor
@@ -454,7 +415,7 @@ class WeightCache:
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry under ``how``. `forget_rounded` removes it, usually after the next step of a torch optimizer."""
+        """Store an entry under ``how``, until the next step of a torch optimizer."""
         CACHE[self._weight][how] = self._identity, rounded
 
 
@@ -469,8 +430,7 @@ _hook_registered = False
 def cache_rounded(weight: Tensor) -> None:
     """Register ``weight``, so that its 8-bit values are cached from now on.
 
-    Only an `nn.Parameter` that is not a DTensor is registered. The first call also registers a global hook that clears the
-    cache after the steps of torch optimizers.
+    Only an `nn.Parameter` that is not a DTensor is registered.
     """
     global _hook_registered
     # A DTensor is not cached, because FSDP may reuse its memory for another tensor.
@@ -508,20 +468,11 @@ def round_both(
 ) -> tuple[Quantized, Quantized]:
     """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3: the two operands of a product in 8 bits.
 
-    If the cache has a valid entry for ``how``, the rounded weight is taken from it. Otherwise the weight is rounded, and
-    stored in the cache.
+    If ``weight_cache`` has a valid entry for ``how``, the rounded weight is taken from it. Otherwise the weight is rounded,
+    and stored in the cache. ``weight`` may also be another second operand, such as the transposed weight or input. With
+    ``by_row``, every row has its own scale; otherwise each tensor has one.
 
-    Args:
-        x: The first operand: the input, or the gradient of the output.
-        format: `E4M3` or `E5M2`, the 8-bit dtype of the rounded ``x``.
-        weight: The second operand: the weight or its transpose; in the product for the weight gradient with one scale per
-            row, the transposed input.
-        weight_cache: The cache of the weight. None: the rounded ``weight`` is not cached.
-        how: The kind of rounding, which is the key in the cache.
-        registry: The process groups. None: the tensors are not sharded.
-        axes: The axes over which the largest absolute values are all-reduced.
-        by_row: If True, every row has its own scale. If False, each tensor has one scale. Default: False.
-    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
+    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank.
     """
     cached = None if weight_cache is None else weight_cache.get(how)
     maxima = [amax_of(x, by_row), amax_of(weight, by_row) if cached is None else cached.amax]

@@ -393,10 +393,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: self._agreed(found_inf)}
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
-        """Return the maximum of ``found_inf`` (0-dim, 0 or 1) over all ranks.
-
-        Collectives: one all-reduce (MAX); none with one rank.
-        """
+        """Return the maximum of ``found_inf`` (0-dim, 0 or 1) over all ranks."""
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)

@@ -320,11 +320,8 @@ class MasterWeights:
 def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """Return ``state["masters"]``, the saved masters by position, after checking that they fit ``masters``.
 
-    Args:
-        state: A dict that `MasterWeights.state_dict` returned, perhaps with other entries.
-        masters: The masters of this optimizer by position (the index among all parameters of the optimizer).
-    Raises:
-        ValueError: As in `MasterWeights.load_state_dict`.
+    The position of a master is its index among all parameters of the optimizer. Errors are those of
+    `MasterWeights.load_state_dict`.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
@@ -375,10 +372,6 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
     Such a state is a floating-point tensor with one value per parameter element, for example a moment. A number that
     all elements share, such as a step count, must not be rounded, because its error would affect all elements.
     A state counts as a shared number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
-
-    Args:
-        key, value: An entry of ``optimizer.state[param]``.
-        param: The parameter.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
         return False
@@ -386,11 +379,10 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 
 
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer.load_state_dict`` keep the dtype of numbers that all elements of a parameter share.
+    """Make ``optimizer.load_state_dict`` keep the dtype of the states with the keys in `SCALAR_STATE`.
 
-    These numbers are the states with the keys in `SCALAR_STATE`: step, mu, mu_product and eta. torch casts them, except
-    ``"step"``, to the dtype of the parameter. Hooks on the optimizer undo the cast: the number gets its saved dtype, or
-    float32 if a half-precision value was cast.
+    torch casts these states, except ``"step"``, to the dtype of the parameter. Hooks on the optimizer undo the cast: the
+    number gets its saved dtype, or float32 if a half-precision value was cast.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 
@@ -399,12 +391,8 @@ def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tens
     """Make ``optimizer.load_state_dict`` keep the saved dtypes of the states of ``params``.
 
     torch casts all states except ``"step"`` to the dtype of the parameter. Hooks on the optimizer undo the cast: the state
-    gets its saved dtype, or float32 if a half-precision value was cast.
-
-    Args:
-        optimizer: The optimizer that gets the hooks.
-        params: Parameters that keep the dtypes of all their states. It is read at each load. For other parameters, only
-            the numbers with keys in `SCALAR_STATE` keep their dtypes.
+    gets its saved dtype, or float32 if a half-precision value was cast. ``params`` is read at each load. For other
+    parameters, only the numbers with keys in `SCALAR_STATE` keep their dtypes.
     """
     _load_uncast(optimizer, lambda key, _, param: key in SCALAR_STATE or param in params)
 
@@ -470,10 +458,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bfloat16 weight and the int16 remainder that together store a float32 master weight.
 
     The weight is the nearest bfloat16, and ties round away from zero. The remainder is the difference of the bits.
-
-    Args:
-        master: float32 tensor of any shape, strides and bits. Weight and remainder have the same shape.
-    Peak memory: 16 bytes per element.
+    ``master`` may have any shape, strides and bits. Peak memory: 16 bytes per element.
     """
     code = _code(master.view(torch.int32))
     remainder = code.to(torch.int16)  # the lower half
@@ -484,12 +469,8 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 master weight that `split_master` has split into ``weight`` and ``remainder``.
 
     The result is bitwise the argument of `split_master`, except that some signalling NaNs are quiet. If ``weight`` was
-    written after `split_master`, the result is a value that rounds to the written ``weight``.
-
-    Args:
-        weight: bfloat16 tensor of any shape, strides and bits.
-        remainder: int16 tensor of the same shape.
-    Peak memory: 12 bytes per element, including the result.
+    written after `split_master`, the result is a value that rounds to the written ``weight``. Both tensors may have any
+    strides and bits. Peak memory: 12 bytes per element, including the result.
     """
     bits = weight.view(torch.int16)
     size = bits & 0x7FFF

@@ -140,12 +140,7 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
         class Fp32Again(Fp32):
             name = "fp32_again"
 
-    Args:
-        mode: A subclass of `Precision` with a ``name`` and defaults for all arguments.
-    Returns:
-        ``mode``.
-    Raises:
-        ValueError: Another class is registered under this name.
+    All arguments of the class need defaults. A name of another class raises ValueError.
     """
     if MODES.setdefault(mode.name, mode) is not mode:
         raise ValueError(

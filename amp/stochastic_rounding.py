@@ -66,10 +66,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 
 
 def seed_of(seed: int, steps: int, key: str) -> int:
-    """Return the seed of the rounding noise of one parameter in one step. Equal arguments give equal seeds on every rank.
-
-    The arguments are the fields of `Noise`; ``key`` is the field ``name``.
-    """
+    """Return the seed of the rounding noise of one parameter in one step, which is the same on every rank."""
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -77,10 +74,7 @@ def seed_of(seed: int, steps: int, key: str) -> int:
 class Noise(NamedTuple):
     """The identity of the rounding noise of one parameter in one step. Equal values mean equal noise on every rank.
 
-    Attributes:
-        seed: The seed of the training run.
-        steps: The number of steps before this step.
-        name: A string that identifies the parameter and this rank's shard of it.
+    ``steps`` is the number of steps before this step. ``name`` identifies the parameter and this rank's shard of it.
     """
 
     seed: int
@@ -101,9 +95,7 @@ class Noise(NamedTuple):
 class Drawn(NamedTuple):
     """Tensors to round stochastically, all with the noise of one parameter: the parameter itself and its optimizer states.
 
-    Attributes:
-        noise: The identity of the noise.
-        pairs: (bfloat16 target, floating-point source) pairs, all on one device. The noise is drawn in this order.
+    ``pairs`` are (bfloat16 target, floating-point source) pairs, all on one device. The noise is drawn in this order.
     """
 
     noise: Noise
@@ -122,11 +114,7 @@ def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: Rounding
     `Drawn` object, except for tensors that ``kernel`` rounds. `Drawn` objects on the same device with equal numbers of
     pairs are rounded together. An object whose pairs have different shapes is rounded pair by pair.
 
-    Args:
-        everything: The pairs, grouped by the identity of their noise.
-        numel_at_once: Maximum number of elements that are rounded together; at most `CACHED` on a CPU. A larger tensor is
-            rounded alone.
-        kernel: Rounds tensors with noise of its own. None: torch's operators round all tensors.
+    At most ``numel_at_once`` elements are rounded together, on a CPU at most `CACHED`. A larger tensor is rounded alone.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -164,11 +152,9 @@ def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
 def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
     """Return int16 noise [rounds, elements of the flat buffer], uniform in [-2^15, 2^15).
 
-    Args:
-        tensors: The tensors to round; `_flat_offsets` defines where the noise of each tensor is in the flat buffer.
-        rounds: How often each tensor is rounded. A tensor's generator yields the noise of all its rounds, in order.
-        generators: One generator per tensor; None: torch's default. The iterator is advanced right before each generator
-            is used, so it may seed and yield the same generator again and again.
+    `_flat_offsets` defines where the noise of each tensor is in the flat buffer. A tensor's generator yields the noise of
+    all its rounds, in order. The iterator ``generators`` is advanced right before each generator is used, so it may seed
+    and yield the same generator again and again.
     """
     starts = _flat_offsets(tensors)
     noise = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
@@ -180,12 +166,9 @@ def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[tor
 
 
 def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
-    """Round float32 sources into bfloat16 targets, with a few kernels for all tensors.
+    """Round float32 sources into bfloat16 targets, in place, with a few kernels for all tensors.
 
-    Args:
-        targets: bfloat16 tensors, written in place.
-        sources: float32 tensors of the same shapes.
-        noise: One row of the noise that `_draw_noise` returns for ``sources``: [elements of the flat buffer] int16.
+    ``noise`` is one row of the noise that `_draw_noise` returns for ``sources``.
     """
     offsets = _flat_offsets(sources)
     spans = [(start, source.numel(), source.shape) for start, source in zip(offsets, sources, strict=False)]

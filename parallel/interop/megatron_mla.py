@@ -82,8 +82,8 @@ def sum_rope_gradients(model: nn.Module) -> None:
         sum_rope_gradients(model)
 
     Collectives: in each backward of a module with a hook, an all-reduce of the gradient of the rotary keys, or with
-    sequence parallelism a reduce-scatter by Megatron. The hook gathers the output of a sharded down
-        projection, which Megatron would gather itself without the hook.
+    sequence parallelism a reduce-scatter by Megatron. The hook gathers the output of a sharded down projection, which
+    Megatron would gather itself without the hook.
     """
     for _, module in _modules_without_sum(model):
         config, group = module.config, module.pg_collection.tp

@@ -121,7 +121,6 @@ class Setup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `ParallelOptimizer` by name."""
         apart = {"optimizer", "registry", "wrong_call"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
 
@@ -143,16 +142,12 @@ class Setup:
     ) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
         """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
 
-        Args:
-            groups: (name, parameter) pairs for each param group; the name is None for a parameter without a name.
-            left_out: The names of the parameters that `with_spec` left out.
-        Returns:
-            The plan; the ``max_norm`` of the param groups; and the object that compares settings between ranks in each
-            step (None if there is one rank).
-        Raises:
-            ValueError, TypeError: On every rank, if an argument or parameter of any rank is invalid, or if ranks have
-                different arguments or declarations.
-            RuntimeError: On every rank: ranks are in different calls of this library.
+        ``left_out`` has the names of the parameters that `with_spec` left out. The result is the plan; the ``max_norm``
+        of the param groups; and the object that compares settings between ranks in each step (None if there is one
+        rank).
+
+        On every rank, it raises an error if an argument or parameter of any rank is invalid, if ranks have different
+        arguments or declarations, or if ranks are in different calls of this library.
         Collectives: an object all-gather, and a second one if ranks have different declarations or uneven shards.
         """
         topology = self.registry.topology
@@ -197,8 +192,7 @@ class Setup:
     def _check_prepared(self, found: set[torch.dtype]) -> None:
         """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one.
 
-        Args:
-            found: The dtypes of all ranks' parameters. If it is empty, nothing is raised.
+        If ``found``, the dtypes of all ranks' parameters, is empty, nothing is raised.
         """
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
@@ -255,12 +249,7 @@ class Setup:
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """Check the argument ``max_norm`` and return its clipping rule; None without a rule.
-
-        Raises:
-            TypeError: A threshold has a wrong type.
-            ValueError: A threshold is out of range or does not fit other arguments.
-        """
+        """Check the argument ``max_norm`` and return its clipping rule; None without a rule."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
@@ -337,11 +326,7 @@ class Setup:
             )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
-        """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives.
-
-        Raises:
-            ValueError: The parameters are on several devices.
-        """
+        """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives."""
         devices = {param.device for group in groups for _, param in group}
         if len(devices) > 1:
             raise ValueError(
@@ -354,7 +339,6 @@ class Setup:
 
     @property
     def placements(self) -> list[StatePlacement]:
-        """Return the state placements, such as `Sharded`, in the order in which their transforms are applied."""
         given = [self.states] if isinstance(self.states, StatePlacement) else list(self.states)
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
@@ -415,7 +399,6 @@ class Setup:
         return TransformChain(self.optimizer, transforms, self.registry, plan)
 
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
-        """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
         device = self.device_of([[(None, param) for param in chain.params]])
         masters, commit = precision_of(self.precision).masters, self.commit
         compared = bool(self.check_replicas) and self.registry.topology.world_size > 1
@@ -499,10 +482,8 @@ class Setup:
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Return the controller of gradient reduction in backward; None: `step` or a state placement reduces gradients.
 
-        Args:
-            completion: The result of `completion`.
-            before: The controller before param groups were added or refreshed, which is updated and returned. None:
-                there was none.
+        ``before`` is the controller before param groups were added or refreshed, which is updated and returned; None:
+        there was none.
         """
         if self.sum_order == "fixed":
             total = self._fixed_order_sum(completion.chain, completion.table.model_plan)
@@ -564,10 +545,8 @@ def replica_checks(
 ) -> tuple[list[ReplicaCheck], EqualShards]:
     """Return the checks for ``check_replicas``: comparisons of replicas, and a search for replicas declared as shards.
 
-    Args:
-        table: The stepped tensors, with a plan that was compared over all ranks and has parameter names.
-        given: The model parameters.
-        device: The device of the hashes, which the collective of the gradient norm sums over ranks.
+    ``table`` has a plan that was compared over all ranks and has parameter names. ``device`` is the device of the
+    hashes.
     """
     topology = table.plan.topology
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
@@ -596,11 +575,7 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
     """Return True if a CUDA graph is being captured, False otherwise.
 
-    Args:
-        call: The name of the captured method, for the error.
-        not_captured: Returns the reasons why the call can't be captured. It is called only during a capture.
-    Raises:
-        RuntimeError: A CUDA graph is being captured, and there are reasons against it. The message lists all reasons.
+    If there are reasons against the capture, which ``not_captured`` returns, this raises RuntimeError with all of them.
     """
     if not is_captured():
         return False
@@ -724,10 +699,7 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
 def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
     """Return advice for the unknown argument ``name``: the argument to write instead, or all known arguments.
 
-    Args:
-        name: The unknown argument.
-        known: The known arguments.
-        elsewhere: A dict from names in other libraries to the text to write instead. Default: `ELSEWHERE`.
+    ``elsewhere`` maps names in other libraries to the text to write instead.
     """
     if name in elsewhere:
         return f"write {elsewhere[name]}"
@@ -741,10 +713,8 @@ def as_one(
 ) -> torch.optim.Optimizer:
     """Return a torch optimizer unchanged, and a list of optimizers as one `CombinedOptimizer`.
 
-    Raises:
-        TypeError: ``registry`` is not a `ProcessGroupRegistry`. Only this rank raises.
-        TypeError, ValueError: ``optimizer`` is not a torch optimizer, or is a list that cannot be combined. The error
-            is raised on every rank, because this rank sends it in the first collective of the constructor.
+    A wrong ``registry`` raises on this rank only. An error about ``optimizer`` is raised on every rank, because this
+    rank sends it in the first collective of the constructor.
     Collectives: an object all-gather if it raises for ``optimizer``; else none.
     """
     check_registry(registry)
@@ -835,13 +805,9 @@ _NEW_NAMES = {"per_parameter": "per_parameter_norms", "exchange": "compression"}
 def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: str) -> TypeError | None:
     """Copy the values of a `Measure` and of a `Reduce` into ``options``, with a DeprecationWarning for each object.
 
-    Args:
-        options: Arguments by name, changed in place. ``data_parallel`` may be a `Reduce`; it becomes None.
-        other: Keyword arguments of other names. A `Measure` is removed from it.
-        caller: The class that has these arguments, for messages.
-    Returns:
-        The error for a value that is given both in ``options`` and in a `Measure` or `Reduce`; None if there is none.
-        An argument with its default value counts as not given.
+    ``other`` has keyword arguments of other names; a `Measure` is removed from it. ``data_parallel`` in ``options`` may
+    be a `Reduce`; it becomes None. Return the error for a value that is given both in ``options`` and in a `Measure` or
+    `Reduce`; None if there is none. An argument with its default value counts as not given.
     """
     error = None
     if isinstance(measure := other.get("measure"), Measure):

@@ -102,11 +102,8 @@ class Lion(torch.optim.Optimizer):
     def _step(self, group: Mapping[str, Any], params: list[Tensor], skip: Tensor | None, scale: Tensor | None) -> None:
         """Update parameters that have the same device, dtype and gradient dtype.
 
-        Args:
-            group: The param group that contains ``params``.
-            params: The parameters, each with a gradient.
-            skip: 0-dim tensor: a positive value leaves weights and momenta unchanged. None: the update is not skipped.
-            scale: 0-dim tensor by which the gradients are divided. None: 1.
+        Each of ``params`` has a gradient. ``skip`` is 0-dim; a positive value leaves weights and momenta unchanged.
+        ``scale`` is 0-dim; the gradients are divided by it.
         """
         (b1, b2), lr, device = group["betas"], group["lr"], params[0].device
         for param in params:

@@ -661,7 +661,6 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return self._skips.count(decision, self.on_nonfinite, self._window.captured, facts)
 
     def _finish_window(self, decision: StepDecision) -> None:
-        """Store the step's `GradStats` in `last_stats`, and start an empty window."""
         self.last_stats = decision.stats
         self._window.close_after_step(self._model_params)
         if self._switch is not None:
@@ -691,9 +690,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         None: the scaler has unscaled the gradients.
 
-        Raises:
-            RuntimeError: The scaler is torch's own or cannot access the stepped gradients, or the precision mode has a
-                loss scale too.
+        It raises RuntimeError if the scaler is torch's own or cannot access the stepped gradients, or if the precision
+        mode has a loss scale too.
         """
         self._window.forget_gradients()  # the scaler may have unscaled the gradients in place
         if not hasattr(self, "overflow_is_agreed"):
@@ -809,9 +807,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _clip_now(self, clip: Clip | None) -> tuple[StepDecision, Exception | None]:
         """Reduce, measure, unscale and clip the gradients in place. Collectives: those of a step.
 
-        Returns:
-            The step decision, and an error about this rank's gradients alone, or None. `step` raises the error at
-            its end, after all collectives that the other ranks expect.
+        The error, or None, is about this rank's gradients alone. `step` raises it at its end, after all collectives
+        that the other ranks expect.
         """
         window = self._window
         before = window.explicit

@@ -42,11 +42,8 @@ from .parallel_optimizer import ParallelOptimizer
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
     """Register a bound method as a step hook that does not keep the method's object alive.
 
-    The hook is removed when that object is garbage-collected.
-
-    Args:
-        register: ``register_step_pre_hook`` or ``register_step_post_hook`` of an optimizer.
-        method: The bound method, which gets the arguments of the hook.
+    The hook is removed when that object is garbage-collected. ``register`` is ``register_step_pre_hook`` or
+    ``register_step_post_hook`` of an optimizer.
     """
     owner: Any = method.__self__  # type: ignore[attr-defined]
     finalize(owner, register(weakly(method)).remove).atexit = False
@@ -117,8 +114,7 @@ class TakenSteps:
 class FlagCopy:
     """Copy of a 0-dim flag on the host. The copy from a CUDA device is asynchronous.
 
-    Attributes:
-        is_here: True if the flag was not on a CUDA device. Then `read` does not wait.
+    `is_here` is True if the flag was not on a CUDA device. Then `read` does not wait.
     """
 
     def __init__(self, flag: Tensor) -> None:
@@ -161,14 +157,9 @@ class Hold:
     next step. A replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if
     no hook ran since the last call of `step`.
 
-    Args:
-        optimizer: The optimizer. Its hooks keep neither this object nor the schedule alive.
-        advance: Function that advances the schedule by one step.
-        take_back: Function that undoes the last advance. None (default): an advance can't be undone.
-        hold_on_skip: False: the schedule also advances after skipped steps, without host synchronization. Default: True.
-
-    Collectives: none; all ranks skip the same steps.
-    Host synchronization: with ``hold_on_skip``, one per step on a GPU.
+    ``take_back`` undoes the last advance; None: an advance can't be undone. With ``hold_on_skip=False``, the schedule
+    also advances after skipped steps, without host synchronization; otherwise there is one host synchronization per
+    step on a GPU. The hooks of the optimizer keep neither this object nor the schedule alive.
     """
 
     def __init__(
@@ -435,9 +426,7 @@ class WarmupLR(LRScheduler):
     def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
         """Write learning rates to the param groups.
 
-        Args:
-            rates: The rate of each param group. None (default): the rates of the schedule's formula at its current
-                position.
+        Without ``rates``, write the rates of the schedule's formula at its current position.
         """
         rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -509,8 +498,7 @@ class WarmupLR(LRScheduler):
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
     """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in the error.
 
-    Raises:
-        ValueError: ``value`` is not an integer, is less than ``least``, or is a bool.
+    It raises ValueError if ``value`` is not an integer, is less than ``least``, or is a bool.
     """
     try:
         number = -math.inf if isinstance(value, bool) else operator.index(value)
@@ -851,13 +839,9 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
     Without this, torch's schedules may warn that ``optimizer.step`` was not called, because a `ParallelOptimizer` does
     not call the wrapped optimizer's `step` in every step.
 
-    Args:
-        scheduler: The schedule. Schedules inside it (in a `SequentialLR` or `ChainedScheduler`) are changed too.
-        optimizer: The `ParallelOptimizer`.
-
-    Raises:
-        TypeError: ``scheduler`` is not a torch schedule; nothing is changed.
-        ValueError: A schedule was created with another optimizer than the wrapped one; nothing is changed.
+    Schedules inside ``scheduler`` (in a `SequentialLR` or `ChainedScheduler`) are changed too.
+    If a schedule was created with another optimizer than the wrapped one, this raises ValueError, and nothing is
+    changed.
     """
     held = followers(scheduler, optimizer.optimizer)
     _StepNoted(optimizer)
@@ -870,13 +854,8 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
 def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]:
     """Return ``scheduler`` and all schedules inside it, for example in a `SequentialLR` or a `ChainedScheduler`.
 
-    Args:
-        scheduler: The schedule. Its attributes, and lists and tuples in them, are searched for schedules.
-        optimizer: The optimizer with which all schedules must have been created.
-
-    Raises:
-        TypeError: ``scheduler`` is not a torch schedule.
-        ValueError: A schedule was created with another optimizer.
+    The attributes of ``scheduler``, and lists and tuples in them, are searched for schedules. All of these must have
+    been created with ``optimizer``.
     """
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give an LRScheduler of torch or meshstep")

@@ -214,13 +214,7 @@ def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def check_threshold(value: Threshold, name: str) -> None:
-    """Check a threshold: a finite number > 0, or a function, whose ``check`` method is called if it has one.
-
-    Raises:
-        TypeError: The threshold is neither a number nor callable.
-        ValueError: The threshold is a number, but not finite and positive.
-        Exception: Any error of the ``check`` method.
-    """
+    """Check a threshold: a finite number > 0, or a function, whose ``check`` method is called if it has one."""
     if callable(value):
         getattr(value, "check", bool)()
         return
@@ -229,12 +223,7 @@ def check_threshold(value: Threshold, name: str) -> None:
 
 
 def check_number_threshold(value: float, name: str, infinite: bool = False) -> None:
-    """Check a threshold that must be a finite number > 0; with ``infinite``, also ``math.inf`` (a group is not clipped).
-
-    Raises:
-        TypeError: The threshold is not a number.
-        ValueError: The threshold is not positive, or it is infinite although ``infinite`` is False.
-    """
+    """Check a threshold that must be a finite number > 0; with ``infinite``, also ``math.inf`` (a group is not clipped)."""
     check_scalar(value, name)
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
@@ -250,7 +239,6 @@ def check_positive(value: float, name: str) -> None:
 
 
 def check_whole_number(value: int, name: str, least: int) -> None:
-    """Raise ValueError unless ``value`` is a whole number >= ``least``."""
     if not is_whole(value, least):
         raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
 
@@ -300,10 +288,7 @@ class ClipState:
 
     @property
     def needs_names(self) -> bool:
-        """Return True if the rule has norms per parameter, name or unit, or state per parameter.
-
-        Ranks must then agree on the parameters' names.
-        """
+        """Return True if the rule has norms per parameter, name or unit, or state per parameter."""
         of_each = any(isinstance(value, PerParameterState) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 

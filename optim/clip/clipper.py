@@ -41,11 +41,8 @@ from .rules import ByGroup, ByNorm, ByValue
 class SkipVote:
     """Combines the votes of all ranks to skip a step. The result is equal on all ranks.
 
-    Args:
-        commit: The argument ``commit=`` of `ParallelOptimizer`. It returns False if this rank rejects the step. None:
-            ranks do not vote.
-        watch: The periodic comparison of replicas. None: replicas are not compared periodically.
-        device: The device on which votes are summed.
+    ``commit`` is the argument of `ParallelOptimizer`; None: ranks do not vote. ``watch`` compares replicas
+    periodically; None: not compared.
 
     Attributes:
         problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError if its result was
@@ -62,8 +59,6 @@ class SkipVote:
         With ``commit``, the field ``"veto"`` is 1 to skip the step, else 0. If a periodic comparison of replicas is due,
         each `ReplicaCheck` of ``watch`` has a field: ``"fingerprints 0"``, ``"fingerprints 1"``.
 
-        Args:
-            gradients: One gradient, or None, per entry of the plan.
         Host synchronization: by ``commit``; otherwise none if all tensors are on one device.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
@@ -71,7 +66,6 @@ class SkipVote:
         return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
 
     def _vote(self, commit: Commit) -> Tensor:
-        """Call ``commit`` and return this rank's vote, 0-dim: 1 to skip the step, also after an exception; else 0."""
         self.problem = None
         try:
             answer = commit()
@@ -90,10 +84,7 @@ class SkipVote:
 
         ``rejected`` is 1 if ``commit`` on any rank voted to skip the step; None without ``commit``. ``replicas_diverged``
         is 1 if ``watch`` found different replicas; None without ``watch``.
-
-        Args:
-            sums: The sum of each field over all ranks.
-            finite: 0-dim bool: True if the gradient norm is finite.
+        ``sums`` has the sum of each field over all ranks.
         """
         rejected = None
         if self.commit is not None:
@@ -117,14 +108,8 @@ def multiply_(
 ) -> None:
     """Multiply gradients in place by the factors of a clipping rule.
 
-    Args:
-        gradients: One gradient, or None, per entry of the plan.
-        level: The level of the rule (`Clip.level`).
-        factors: 0-dim for "total"; otherwise 1-dim: one factor per param group, parameter, named group or unit.
-        plan: The reduction plan; with parameter names for levels other than "total" and "groups".
-        units: The units, for level "units". Default: None.
-        named: The named groups, for level "named". Default: None.
-    Host synchronization: none if the factors are on the gradients' device.
+    ``factors`` are 0-dim for level "total"; otherwise 1-dim: one factor per param group, parameter, named group or
+    unit. ``plan`` has parameter names for levels other than "total" and "groups".
     """
     if level == "total":
         scale_each(gradients, factors)
@@ -160,15 +145,11 @@ SHARD_COUNTS = "shards with a gradient"  # name of the field of `MissingShards` 
 class StepDecision(NamedTuple):
     """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor`` in the update.
 
-    Args:
-        stats: The measurements of the step.
-        skipped: ``stats.skipped``, 0-dim float32.
-        factor: 0-dim factor that the update must apply. None: gradients are already multiplied, or need no factor.
-        past: 0-dim bool: True if the step is skipped because some gradients were not computed by
-            `ParallelOptimizer.backward`. None (default): not checked.
-        problem: The exception that ``commit=`` raised on this rank. None (default): no exception.
-        shard_counts: 1-dim: for each logical parameter the number of its shards with a gradient, summed over all ranks.
-            None (default): shards were not counted, for example because no parameter is sharded.
+    ``factor`` is a 0-dim factor that the update must apply; None: gradients are already multiplied, or need no factor.
+    ``past`` is True if the step is skipped because some gradients were not computed by `ParallelOptimizer.backward`;
+    None: not checked. ``problem`` is the exception that ``commit=`` raised on this rank. ``shard_counts`` has for each
+    logical parameter the number of its shards with a gradient, summed over all ranks; None: not counted, for example
+    because no parameter is sharded.
     """
 
     stats: GradStats
@@ -230,9 +211,7 @@ class GradScaleInfo(NamedTuple):
 class AgreedThresholds:
     """The ``max_norm`` of each param group of the model, also of groups that only other ranks (pipeline stages) have.
 
-    Args:
-        values: One threshold per param group. None: the group has no ``max_norm``.
-        everywhere: True: every rank has all param groups.
+    A group whose value is None has no ``max_norm``. ``everywhere``: every rank has all param groups.
     """
 
     values: tuple[float | None, ...]
@@ -240,14 +219,12 @@ class AgreedThresholds:
 
     @cached_property
     def has_any(self) -> bool:
-        """Return True if any param group has a ``max_norm``."""
         return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return one threshold per param group: for this rank's groups their present ``max_norm``, else the agreed value.
 
-        Raises:
-            ValueError: A threshold of this rank changed, and some ranks have fewer param groups.
+        It raises ValueError if a threshold of this rank changed, and some ranks have fewer param groups.
         """
         own = [group.get("max_norm") for group in param_groups]
         if not self.everywhere and own != list(self.values[: len(own)]):
@@ -259,17 +236,7 @@ class AgreedThresholds:
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`; ``clip`` if there are none.
-
-        Args:
-            clip: The rule of the optimizer. None: no rule.
-            param_groups: This rank's param groups.
-            norm_type: The p of the norms.
-        Raises:
-            ValueError: A threshold is out of range, ``clip`` does not support thresholds of param groups, or a
-                threshold changed and some ranks have fewer param groups.
-            TypeError: A threshold is not a number.
-        """
+        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`; ``clip`` if there are none."""
         check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
         if not any(threshold is not None for threshold in thresholds):
@@ -279,12 +246,7 @@ class AgreedThresholds:
 
 
 def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check the ``max_norm`` of each param group. None or a missing ``max_norm`` is accepted.
-
-    Raises:
-        TypeError: A ``max_norm`` is not a number.
-        ValueError: A ``max_norm`` is out of range, or ``clip`` is a rule that does not support thresholds of param groups.
-    """
+    """Check the ``max_norm`` of each param group. None or a missing ``max_norm`` is accepted."""
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
             check_number_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
@@ -298,10 +260,8 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
 def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
     """Return the ``max_norm`` of all param groups of the model, from the values of every rank.
 
-    Args:
-        by_rank: For each rank the ``max_norm`` of each of its param groups (None: it has none).
-    Raises:
-        ValueError: Two ranks have different values for one group.
+    ``by_rank`` has for each rank the ``max_norm`` of each of its param groups (None: it has none). Values must be
+    equal.
     """
     longest = max(by_rank, key=len)
     for rank, own in enumerate(by_rank):
@@ -332,7 +292,6 @@ class MeasurementSpec:
 
     @classmethod
     def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
-        """Return the description of the norms, of order ``norm_type``, that the rule ``clip`` needs. None: no rule."""
         if clip is None:
             return cls(norm_type)
         return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
@@ -346,23 +305,15 @@ class GradientClipper:
         regions: For each tensor the part of the full tensor that it holds. None: the part is not known, because shards
             have unequal sizes.
         plan: The reduction plan, compared over all ranks (`norm.plan_agreement.agree`).
-        registry: The process groups.
-        thresholds: The thresholds of param groups.
         optimizer: The optimizer whose param groups may have a ``max_norm``.
-        checks: Comparisons of replicas. The first check compares gradients too. Default: none.
-        vote: The votes of ranks to skip the step. None (default): ranks do not vote.
+        checks: Comparisons of replicas, of which the first compares gradients too. The attribute `checks` has those
+            that the next measurement runs.
         shards: The search for replicas that are declared as shards. It runs together with ``checks``, until it has
-            compared all shards once. None (default): shards are not compared.
+            compared all shards once.
         norm_type: The p of the norms, unless the rule has a ``norm_type``.
-        reduction: As in `GlobalNorm`.
-        per_parameter_norms: True: report the norm of every logical parameter. Default: False.
         check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
-            the first measurement with a finite norm, and once more if gradients of replicas were zero in it. Default:
-            False.
-        exact: True: measure by `ExactNorm`, whose results do not depend on the number of data ranks. Default: False.
-
-    Attributes:
-        checks: The checks that the next measurement runs.
+            the first measurement with a finite norm, and once more if gradients of replicas were zero in it.
+        exact: True: measure by `ExactNorm`, whose results do not depend on the number of data ranks.
     """
 
     def __init__(
@@ -437,19 +388,16 @@ class GradientClipper:
         The gradients are clipped in place, unless the decision has a ``factor``.
 
         Args:
-            clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
-                itself. None: gradients are unscaled, and clipped only in param groups with a ``max_norm``.
-            scale_info: The factors that gradients still contain.
-            in_place: True: unscale and clip in place. False (default): if one factor applies to all gradients, and the rule
-                does not change gradients in place, only return this factor in the decision.
-            earlier: An earlier decision of the same accumulation window. None (default): this is the first decision. Ranks
-                vote only in the first decision of a window.
+            clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the
+                rule itself. None: gradients are unscaled, and clipped only in param groups with a ``max_norm``.
+            in_place: True: unscale and clip in place. False: if one factor applies to all gradients, and the rule does
+                not change gradients in place, only return this factor in the decision.
+            earlier: An earlier decision of the same accumulation window. Ranks vote only in the first decision of a
+                window (None).
             captured: True: a CUDA graph is being captured.
             rule: The rule in ``clip``, combined with the thresholds of param groups (`add_thresholds`). None: no rule.
         Raises:
             ValueError: On every rank: all shards of a parameter are equal, so it is probably replicated.
-            TypeError: The rule returned a state that its `Clip.initial` does not have.
-            RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
         Collectives: as `GlobalNorm` (one with ``reduction="packed"``) or `ExactNorm` (up to two). After a
             change of the rule that needs another collective, up to twice, with one more host synchronization.
@@ -558,7 +506,6 @@ class GradientClipper:
         return norms, inverse, {**sums, **new_sums}, True
 
     def _needs_other(self, needs: MeasurementSpec, last: MeasurementSpec) -> bool:
-        """Return True if the collectives of two measurements differ."""
         return needs != last and self._measurer(needs).layout != self._measurer(last).layout
 
     def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
@@ -595,9 +542,8 @@ class GradientClipper:
     ) -> tuple[Norms, Mapping[str, Tensor]]:
         """Return the norms of the gradients before unscaling, and the sums of the packed fields.
 
-        Raises:
-            ReplicaMismatchError: On every rank: replicas are compared and differ.
-            ValueError: On every rank: all shards of a parameter are equal.
+        On every rank, it raises ReplicaMismatchError if replicas are compared and differ, and ValueError if all shards
+        of a parameter are equal.
         Collectives: as `GlobalNorm` (one with ``reduction="packed"``) or `ExactNorm` (up to two).
         """
         measurer = self._measurer(needs)
@@ -629,10 +575,8 @@ class GradientClipper:
         gradient of the other factor is zero in the first step. If this gradient lacks its sum over ranks, the replicas
         differ only in the second step.
 
-        Args:
-            total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.
-            sums: By the name of the packed field, the results of `ReplicaCheck.slots` per check, of `EqualShards.slots`
-                and of `ReplicaCheck.count_zero`, summed over all ranks.
+        If the total norm is non-finite, nothing is compared, unless ``check_replicas`` is True. ``sums`` has the fields
+        of `_measure`, summed over all ranks.
         """
         total, *parts = torch.cat([total.view(1), *sums.values()]).cpu().split([1, *map(len, sums.values())])
         totals = dict(zip(sums, parts, strict=True))
@@ -687,18 +631,14 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
 
     W is the maximum of ``totals``, because pipeline stages that compute no loss have a total of 0.
 
-    Args:
-        totals: The sum over all ranks of the field ``"window_weight"``, one value per pipeline stage.
-        data_ranks: D, the number of ranks over which gradients were averaged.
-        count: The number of micro-batches over which the window's gradient is the mean. Default: 1.
-    Host synchronization: none.
+    ``totals`` has the sum over all ranks of the field ``"window_weight"`` per pipeline stage. ``data_ranks`` is D, and
+    ``count`` the number of micro-batches over which the window's gradient is the mean.
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
     return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
 
 
 def _is_applied(finite: Tensor, *flags: Tensor | None) -> Tensor:
-    """Return a 0-dim bool: True if ``finite`` is True and every flag is None or 0."""
     for flag in flags:
         if flag is not None:
             finite = finite & (flag == 0)

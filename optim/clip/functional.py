@@ -40,12 +40,7 @@ NamedParam = tuple[str | None, Tensor]
 
 
 def unique_params(params: Params) -> list[NamedParam]:
-    """Return (name, parameter) pairs, with each parameter once. The name is None if ``params`` has none for it.
-
-    Raises:
-        ValueError: ``params`` is an exhausted generator, or has a tuple that is not a pair.
-        TypeError: ``params`` is not iterable, or has an item that is neither a tensor nor a pair with a tensor.
-    """
+    """Return (name, parameter) pairs, with each parameter once. The name is None if ``params`` has none for it."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     check_unused(params)
@@ -77,15 +72,11 @@ def _check_tensors(kinds: set[type]) -> None:
 class OneShotParams:
     """The parameters and gradients of one call of a function such as `clip_grad_norm_`.
 
-    Args:
-        given: The (name, parameter) pairs of the call.
-        params: The parameters, with local tensors in place of DTensors.
-        gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
-        annotations: The layout of each parameter; for a DTensor also from its placements. None: a plain parameter that was
-            not declared.
-        known_sizes: The result of `sizes`, if all gradients are known to be dense and real. None (default): not known.
-        undeclared_are_replicas: True: undeclared parameters count as replicated over all axes for which they have no
-            placement. Default: False.
+    ``params`` and ``gradients`` have local tensors in place of DTensors. An annotation is None for a plain parameter that
+    was not declared; for a DTensor it also comes from the placements.
+    ``known_sizes`` is the result of `sizes`, if all gradients are known to be dense and real. With
+    ``undeclared_are_replicas``, undeclared parameters count as replicated over all axes for which they have no
+    placement.
     """
 
     given: Sequence[NamedParam]
@@ -102,9 +93,7 @@ class OneShotParams:
         """Return the `OneShotParams` of the pairs ``given``.
 
         With ``undeclared_are_replicas``, partial gradients of DTensors are replaced by their sums.
-
-        Raises:
-            ValueError: The layout of a DTensor, or of its gradient, is not supported.
+        It raises ValueError for an unsupported layout of a DTensor or its gradient.
         Collectives: with ``undeclared_are_replicas``, one or more per partial gradient of a DTensor; else none.
         """
         params = [param for _, param in given]
@@ -161,7 +150,6 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
 
 
 def _checked_plan(listed: OneShotParams, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return this rank's reduction plan. Raises as `check_gradients` and `OneShotParams.plan`."""
     check_gradients(listed, registry)
     return listed.plan(registry)
 
@@ -181,14 +169,7 @@ def _name(listed: OneShotParams, index: int) -> str:
 class StatefulClipper:
     """Clips one list of parameters, call by call, with a rule that does more than multiply all gradients by one factor.
 
-    Args:
-        listed: The parameters of the first call.
-        registry: The process groups.
-        clip: The rule and its state.
-        norm_type: p >= 1, or inf.
-        reduction: ``"packed"`` or ``"per_group"``, as in `GlobalNorm`.
-    Raises: In the constructor, as `agreed` and `planned_for`, on every rank.
-    Collectives: in the constructor, as `agreed` and `planned_for`.
+    The constructor raises on every rank, as `agreed` and `planned_for` do, and issues their collectives.
     Host synchronization: yes, in the constructor.
     """
 
@@ -235,14 +216,8 @@ class StatefulClipper:
         If this method raises ValueError or TypeError on one rank, the other ranks do not scale their gradients (but a rule
         such as `ByValue` still clamps them), and return ``found_inf`` = 1 unless the norm is 0.
 
-        Args:
-            clip: The `ClipState` of the first call.
-            params: The parameters of this call, including DTensors.
-            listed: The same parameters, with local tensors in place of DTensors.
-        Raises:
-            ValueError: The list of parameters differs from the list of the first call, or a partial gradient of this
-                rank was not summed yet.
-            TypeError: A gradient of this rank is complex or sparse.
+        It raises an error if the list of parameters differs from the list of the first call, if a partial gradient of
+        this rank was not summed yet, or if a gradient of this rank is complex or sparse.
         Collectives, host synchronization: as `GlobalNorm` (one collective with ``reduction="packed"``).
         """
         try:
@@ -473,9 +448,8 @@ def clip_grad_norm_(
 def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     """Return the checked rule with its state.
 
-    Raises:
-        ValueError: ``max_norm`` is None or out of range, or its rule does not support ``reduction``.
-        TypeError: The rule needs a `ClipState`.
+    Raise an error if ``max_norm`` is None or out of range, if its rule does not support ``reduction``, or if it needs a
+    `ClipState`.
     """
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
@@ -598,12 +572,8 @@ def _take_part(
     ``found_inf`` = 1. Exception: if ``norm_type`` is the wrong argument, ranks whose norm has p >= `HIGH` wait until the
     timeout, because this rank measures with p = 2.
 
-    Args:
-        error: An error about an argument, raised before any collective of the call.
-        registry: The argument of the call. If it is not a `ProcessGroupRegistry`, nothing is done.
-        norm_type, reduction: The arguments of the call.
-        call: The name of the called function.
-        clip: The rule of the call. None (default): the call has no rule, or the error is about the rule.
+    ``error`` concerns an argument, and was raised before any collective of the call. If ``registry`` is not a
+    `ProcessGroupRegistry`, nothing is done. ``clip`` is None if the call has no rule, or the error is about the rule.
     """
     if not isinstance(registry, ProcessGroupRegistry):
         return
@@ -652,10 +622,7 @@ class _RegistryCache:
         self.checked = False  # True after all ranks have compared their declarations, or replicas, with this registry
 
     def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
-        """Store ``known`` for a list of parameters.
-
-        If the cache has 64 lists, all of them are removed first, so that the cache does not grow without bound.
-        """
+        """Store ``known`` for a list of parameters. A cache with 64 lists is emptied first, to limit its size."""
         if len(self.norms) >= 64:
             self.norms.clear()
         self.norms[key] = known

@@ -344,12 +344,7 @@ ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
-    """Return the checked rule that the argument ``max_norm=`` describes; None if it is None.
-
-    Raises:
-        TypeError: A threshold is neither a number nor callable, or another argument of the rule is not a number.
-        ValueError: An argument is out of range.
-    """
+    """Return the checked rule that the argument ``max_norm=`` describes; None if it is None."""
     clip: Clip | None
     if max_norm is None or isinstance(max_norm, Clip):
         clip = max_norm
@@ -373,13 +368,8 @@ def in_use(max_norm: ClipSpec) -> ClipState | None:
 def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
     """Return ``plan``, with parameter names if the rule needs them, after a check that the rule supports the parameters.
 
-    Args:
-        clip: The rule. None: nothing is checked.
-        plan: A plan that all ranks have compared (`norm.plan_agreement.agree`).
-        registry: The process groups.
-    Raises:
-        ValueError: On every rank: the rule does not support a parameter, one of its patterns is the first match of no
-            parameter, or a `ByName` without ``others`` has no pattern for a parameter.
+    On every rank, it raises ValueError if the rule does not support a parameter, if one of its patterns is the first
+    match of no parameter, or if a `ByName` without ``others`` has no pattern for a parameter.
     Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none.
     """
     if clip is None or not ClipState(clip).needs_names:

@@ -78,12 +78,7 @@ def use_kernels(kernels: Kernels) -> None:
 
 
 def kernels_chosen() -> Kernels:
-    """Return the choice of `use_kernels`, or without a call the value of the environment variable ``MESHSTEP_KERNELS``.
-
-    Raises:
-        ValueError: The environment variable has another value than "auto", "torch" and "triton".
-        ImportError: The environment variable is "triton", and the package triton can't be imported.
-    """
+    """Return the choice of `use_kernels`, or without a call the value of the environment variable ``MESHSTEP_KERNELS``."""
     if not _choice:
         _choice.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
     return _choice[0]
@@ -163,7 +158,6 @@ def _on_gpu(device: torch.device) -> Triton | None:
 
 
 def _working_on(device: torch.device, sample: torch.Tensor) -> Triton | None:
-    """Return the Triton kernels if they sum the squares of ``sample`` correctly, otherwise None."""
     log = logging.getLogger("meshstep")
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
         log.info(

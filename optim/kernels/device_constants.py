@@ -33,17 +33,9 @@ class Constants:
     ) -> Tensor:
         """Return a 1-dim tensor on ``device`` with the given values.
 
-        Args:
-            key: Key of the values in the cache. Equal keys must mean equal values.
-            values: Function that returns the values. Called only if the cache has no tensor for ``key``.
-            dtype: Dtype of the tensor.
-            device: Device of the tensor.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured and the tensor is not cached; a copy from the host can't be
-                captured.
-
-        Host synchronization: none.
+        Equal keys must mean equal values; ``values`` is called only if the cache has no tensor for ``key``. A copy from
+        the host can't be captured: this raises RuntimeError if a CUDA graph is being captured and the tensor is not
+        cached.
         """
         key = (key, dtype, device)
         if key in self._of_graphs:
@@ -82,11 +74,9 @@ class Chunks:
 
     The last chunk of a tensor may be shorter. The first three fields are tensors on the device.
 
-    Args:
-        numels: Number of elements per tensor, [n] int64.
-        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [count, 2] int64.
-        first: Index of each tensor's first chunk, followed by ``count``, [n + 1] int64.
-        count: Total number of chunks.
+    Per tensor, ``numels`` has its number of elements, [n] int64. Per chunk, ``chunks`` has the index of its tensor, and
+    the chunk's index within that tensor, [count, 2] int64. ``first`` has the index of each tensor's first chunk,
+    followed by ``count``, [n + 1] int64.
     """
 
     numels: Tensor
@@ -115,19 +105,13 @@ class Tables:
         self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 
     def of(self, values: array[int] | array[float], device: torch.device) -> Tensor:
-        """Return a tensor on ``device`` with the given values: [len(values)], int64 for integers, float64 for floats.
-
-        Host synchronization: none.
-        """
+        """Return a tensor on ``device`` with the given values: [len(values)], int64 for integers, float64 for floats."""
         key = (values.typecode, values.tobytes(), device, _stream(device))
         dtype = DTYPES[values.typecode]
         return self._one(key, device, lambda: self._brought(torch.frombuffer(values, dtype=dtype), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
-        """Return the division of tensors with these numbers of elements into chunks of ``size`` elements, on ``device``.
-
-        Host synchronization: none.
-        """
+        """Return the division of tensors with these numbers of elements into chunks of ``size`` elements, on ``device``."""
         key = (size, numels.tobytes(), device, _stream(device))
         return self._one(key, device, lambda: self._cut(numels, size, device))
 
@@ -147,7 +131,6 @@ class Tables:
         return found
 
     def _reserve(self) -> None:
-        """Allocate pinned memory for the tables of `CAPTURES` captured steps."""
         with suppress(RuntimeError):  # too little pinned memory: a capture raises an error
             self._for_graphs = torch.empty(CAPTURES * self._needed, dtype=torch.int64, device="cpu", pin_memory=True)
 
@@ -164,7 +147,6 @@ class Tables:
         )
 
     def _brought(self, table: Tensor, device: torch.device) -> Tensor:
-        """Return a copy of the CPU tensor ``table`` on ``device``."""
         if device.type == "cpu":
             return table.clone()
         if is_captured():

@@ -78,7 +78,6 @@ def resolve_(tensor: Tensor) -> None:
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill a contiguous range of memory once, in any order."""
     return tensor.is_contiguous() or is_dense(tensor)
 
 
@@ -116,5 +115,4 @@ def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor with shape and strides of the dense tensor ``param``."""
     return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=device)

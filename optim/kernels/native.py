@@ -57,14 +57,10 @@ class PointerColumns:
 
     The address of a missing tensor is 0.
 
-    Args:
-        fixed: Five columns, one after the other: addresses of the parameters, of their first, second and third
-            optimizer states, and of their step counts.
-        grads: Addresses of the gradients, which all have the same dtype.
-        numels: Numbers of elements of the parameters.
-        halves: Addresses of the half-precision copies of the parameters. None (default): no parameter has one.
-        rests: Addresses of the 16-bit remainders of bfloat16 parameters. A parameter and its remainder together are a
-            float32 master weight. None (default): no parameter has one.
+    ``fixed`` has five columns, one after the other: addresses of the parameters, of their first, second and third
+    optimizer states, and of their step counts. All gradients have the same dtype. ``rests`` are 16-bit remainders of
+    bfloat16 parameters: a parameter and its remainder together are a float32 master weight. ``halves`` or ``rests`` are
+    None if no parameter has one.
     """
 
     fixed: array[int]
@@ -75,15 +71,11 @@ class PointerColumns:
 
     @property
     def count(self) -> int:
-        """Return the number of parameters."""
         return len(self.numels)
 
 
 class Native:
     """The functions of the compiled library. `powers`, `means`, `update` and `round` return 1 if out of memory, else 0.
-
-    Args:
-        path: Path of the library.
 
     Attributes:
         powers: Writes one float64 per tensor: the sum of |x|^p for p = 1 or 2, or the largest |x| for p = inf.
@@ -125,11 +117,7 @@ class Native:
     def take(self, variant: str | None) -> str:
         """Select a variant of the loops and return its name.
 
-        Args:
-            variant: One of `VARIANTS`. None: the first of them that this machine supports.
-
-        Raises:
-            ValueError: ``variant`` is unknown, or this machine does not support it.
+        ``variant`` is one of `VARIANTS`; None: the first of them that this machine supports.
         """
         found: bytes | None = self._take(variant.encode() if variant else None)
         if found is None:
@@ -154,10 +142,8 @@ class Native:
         All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
         the shortest time is selected, because smaller differences are random.
 
-        Args:
-            timed: Returns the time of the selected variant. None (default): a `StepTimer`.
-            rounds: Number of measurements of each variant, in turn with the others. Default 5, which takes some
-                milliseconds.
+        ``timed`` returns the time of the selected variant; None: a `StepTimer`. Each variant is measured ``rounds``
+        times, in turn with the others. The default takes some milliseconds.
         """
         timed = StepTimer(self) if timed is None else timed
         times = dict.fromkeys(self.supported(), inf)
@@ -171,9 +157,8 @@ class Native:
     def borrow(self, parallel: int | None) -> None:
         """Select the threads that `powers`, `means`, `update` and `round` use.
 
-        Args:
-            parallel: Address of the function ``GOMP_parallel`` of an OpenMP runtime, whose threads are used. None: each
-                call creates threads.
+        ``parallel`` is the address of the function ``GOMP_parallel`` of an OpenMP runtime, whose threads are used.
+        None: each call creates threads.
         """
         self._borrow(parallel)
 
@@ -184,9 +169,8 @@ class StepTimer:
     A call returns the sum of both times in seconds. Before each of the two operations, it removes the operation's tensors
     from the CPU's caches, because a step usually reads tensors from main memory.
 
-    Args:
-        native: The kernels. A call measures the variant that is selected then.
-        numel: Number of elements per tensor. Default 2^17: the four tensors have 2 MiB together.
+    A call measures the variant of the kernels that is selected then. With the default ``numel``, the four tensors have
+    2 MiB together.
     """
 
     def __init__(self, native: Native, numel: int = 2**17) -> None:

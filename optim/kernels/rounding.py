@@ -28,10 +28,6 @@ def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
 
     Both draw the noise of `rounding_noise`. Element i of a tensor in row-major order has noise number i, whatever its
     strides.
-
-    Raises:
-        MemoryError: The C loop could not allocate memory.
-
     Host synchronization: none, except in the first call for a GPU (see `triton_on`).
     """
     others, groups = [], dict[tuple[torch.device, int], list[Drawn]]()
@@ -53,16 +49,12 @@ def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
 
 
 def _is_plain(drawn: Drawn) -> bool:
-    """Return True if the C loop can read and write the tensors, because their memory contains their values."""
     tensors = [tensor for pair in drawn.pairs for tensor in pair]
     return {*map(type, tensors)} <= PLAIN and not any(map(is_lazy, tensors))
 
 
 def _round_group(group: Sequence[Drawn], step: int, round_contiguous: RoundContiguous) -> None:
-    """Round tensors on one device with the noise of one step, by one call of ``round_contiguous``.
-
-    If all tensors are empty, ``round_contiguous`` is not called.
-    """
+    """Round tensors on one device with the noise of one step, by one call of ``round_contiguous``."""
     pairs, keys, numbers = list[tuple[Tensor, Tensor]](), array("Q"), array("q")
     for drawn in group:
         for number, pair in enumerate(drawn.pairs):
@@ -98,7 +90,6 @@ def _round_by_loop(
     numbers: array[int],
     step: int,
 ) -> None:
-    """Call the C loop for CPU tensors; see `RoundContiguous`."""
     addresses = [array("Q", map(Tensor.data_ptr, tensors)) for tensors in (targets, sources)]
     numels = array("q", map(Tensor.numel, targets))
     tables = [table.buffer_info()[0] for table in (*addresses, numels, keys, numbers)]

@@ -33,13 +33,9 @@ MOST = 11  # largest supported integer p; from p = 12 (`norm.powers.HIGH`) on, t
 class KernelLaunch:
     """The parameters of one param group to update, with gradients of one dtype.
 
-    Args:
-        columns: Addresses of the tensors. The step counts are float32, on the device.
-        hyper: Hyper-parameters as numbers, in the order of `native.Native.update`.
-        rate: The learning rate as a float32 or float64 tensor on the device; None: the learning rate in ``hyper``.
-        maximize: True: multiply the gradients by -1.
-        grad_dtype: Dtype of the gradients: float32, bfloat16 or float16.
-        half_dtype: Dtype of the half-precision copies of the parameters; ignored if ``columns`` has no copies.
+    The step counts in ``columns`` are float32, on the device. ``hyper`` has the order of `native.Native.update`.
+    ``rate`` is the learning rate as a float32 or float64 tensor on the device; None: the learning rate in ``hyper``.
+    ``half_dtype`` is ignored if ``columns`` has no half-precision copies.
     """
 
     columns: PointerColumns
@@ -79,9 +75,7 @@ class Together(NamedTuple):
 class Triton:
     """The Triton kernels of this process.
 
-    Attributes:
-        version: Triton's version.
-        interpreted: True if Triton's interpreter runs the kernels, on the CPU.
+    ``interpreted`` is True if Triton's interpreter runs the kernels, on the CPU.
     """
 
     def __init__(self) -> None:
@@ -90,7 +84,6 @@ class Triton:
         self._tables = Tables()
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return True if the kernels run on tensors of ``device``."""
         return device.type == ("cpu" if self.interpreted else "cuda")
 
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
@@ -99,12 +92,7 @@ class Triton:
         Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf,
         dtypes differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass other than
         ``nn.Parameter``.
-
-        Args:
-            tensors: At least one tensor, all on one device on which the kernels run.
-            norm_type: p.
-
-        Host synchronization: none.
+        ``tensors`` are on one device on which the kernels run; at least one.
         """
         power = 0 if norm_type == inf else int(norm_type) if norm_type in range(1, MOST + 1) else None
         dtypes = {tensor.dtype for tensor in tensors}
@@ -142,15 +130,8 @@ class Triton:
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
         """Update float32 parameters and their optimizer states if ``found_inf`` is 0.
 
-        Launches at most two kernels per `Variant`.
-
-        Args:
-            kind: The formula.
-            parts: The parameters of each param group.
-            found_inf: 0-dim float32, on the device.
-            factor: 0-dim tensor on the device by which the gradients are multiplied in float32. None: 1.
-
-        Host synchronization: none.
+        It launches at most two kernels per `Variant`. ``found_inf`` is 0-dim float32, on the device. ``factor`` is a
+        0-dim tensor on the device by which the gradients are multiplied in float32; None: 1.
         """
         alike: defaultdict[Variant, list[KernelLaunch]] = defaultdict(list)
         for part in parts:

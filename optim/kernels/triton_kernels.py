@@ -77,8 +77,6 @@ def powers_of_chunks(
         cells: Output, [chunks] float64.
         DTYPE: Dtype of the tensors, as in `native.DTYPES`.
         POWER: p; 0 means p = inf.
-        CHUNK: Elements per chunk.
-        BLOCK: Elements per loop iteration.
     """
     cell = tl.program_id(0)
     tensor = tl.load(chunks + 2 * cell)
@@ -341,11 +339,8 @@ def update_chunks(
         factor: Pointer to a number. With SCALED, the gradients are multiplied by it.
         OPTION: As in `step_block`.
         GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
-        SCALED: True: the gradients are multiplied by ``factor``.
         ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and the addresses
             of half-precision tensors are multiples of 8 bytes.
-        CHUNK: Elements per chunk.
-        BLOCK: Elements per loop iteration.
     """
     if tl.load(found_inf) == 0:
         chunk = tl.program_id(0)

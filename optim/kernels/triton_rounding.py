@@ -22,13 +22,8 @@ def round_by_triton(
 ) -> None:
     """Round contiguous float32 sources into contiguous bfloat16 targets with one launch.
 
-    Args:
-        targets, sources: Tensors with elements, all on one device, on which the kernel runs.
-        keys: The key of each tensor's noise.
-        numbers: The number of each tensor among the tensors with its key.
-        step: The step count, from which the noise is computed too.
-
-    Host synchronization: none.
+    The tensors have elements, and are on one device, on which the kernel runs. ``keys`` and ``numbers`` have the key of
+    each tensor's noise, and its number among the tensors with this key.
     """
     device = targets[0].device
     addresses = [array("Q", [tensor.data_ptr() for tensor in tensors]) for tensors in (targets, sources)]

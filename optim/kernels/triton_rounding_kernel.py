@@ -36,7 +36,6 @@ def round_block(
         counter: First word of the counters, [LANES].
         number, low, high: The other words.
         WHOLE: True: the tensor has all elements of the block, so no access needs a mask.
-        LANES, ROWS: As in `round_chunks`.
     """
     lanes = tl.arange(0, LANES)
     # These zeros give the noise the layout of the elements among threads. Otherwise Triton exchanges the noise between

@@ -262,8 +262,8 @@ def _check_same_tensors(found: Mapping[tuple[int, ...], Mapping[str, Tensor]], r
             pairs = zip_longest(by_rank[first].get(ranks, []), by_rank[rank].get(ranks, []), fillvalue="no such tensor")
             if different := next((pair for pair in pairs if pair[0] != pair[1]), None):
                 raise ValueError(
-                    f"broadcast_weights: ranks {first} and {rank} have different tensors, first [{different[0]}] and "
-                    f"[{different[1]}]: build the same model on all data ranks"
+                    f"broadcast_weights: ranks {first} and {rank} have different tensors, first [{different[0]}] on rank "
+                    f"{first} and [{different[1]}] on rank {rank}: build the same model on all data ranks"
                 )
 
 

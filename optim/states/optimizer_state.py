@@ -78,8 +78,9 @@ class Coordinates:
         found = {axis: tuple(where) for axis, where in axes.items()}
         if found != dict(self.axes):
             raise ValueError(
-                f"the state is of the rank at {_shown(found)}, but this rank is at {_shown(self.axes)}: load on every rank "
-                "the state that the same rank saved, or use save_checkpoint and load_checkpoint, which reshard"
+                f"the state was saved at mesh coordinate {_shown(found)}, but this rank has mesh coordinate "
+                f"{_shown(self.axes)}: load on every rank the state that the same rank saved, or use save_checkpoint and "
+                "load_checkpoint, which reshard"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,9 +94,9 @@ class Coordinates:
         if not self.axes:
             return []
         raise ValueError(
-            f"optimizer.state_dict() is the state of one rank, at {_shown(self.axes)}; with torch.distributed.checkpoint "
-            "ranks would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or "
-            "use meshstep.optim.save_checkpoint"
+            f"optimizer.state_dict() is the state of one rank, at mesh coordinate {_shown(self.axes)}; with "
+            "torch.distributed.checkpoint ranks would overwrite each other's states: save "
+            "get_optimizer_state_dict(model, TorchStates(optimizer)), or use meshstep.optim.save_checkpoint"
         )
 
 
@@ -136,7 +137,7 @@ def check_caller(
 
 def _shown(axes: Mapping[str, tuple[int, ...]]) -> str:
     places = [f"{axis} {where[0]} of {where[1]}" for axis, where in axes.items()]
-    return ", ".join(places) or "no coordinate (its parameters were unsharded)"
+    return ", ".join(places) or "none (unsharded parameters)"
 
 
 # Checks of loaded states ----------------------------------------------------------------------------------------------

@@ -375,9 +375,9 @@ class TorchGradSync(GradSyncController):
         """Raise RuntimeError if `fully_shard` keeps unreduced gradients, because it would add them to later gradients."""
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
-                "zero_grad() can't clear the gradients that fully_shard has not reduced yet, and fully_shard would add "
-                "them to later gradients: before zero_grad(), call optimizer.mark_last_micro_batch() and run one more "
-                "micro-batch outside of no_sync(), so that fully_shard reduces them"
+                "fully_shard has gradients that it has not reduced yet, which can't be cleared and would be added to later "
+                "gradients: before zero_grad() or loading a state, call optimizer.mark_last_micro_batch() and run one more "
+                "micro-batch outside of no_sync(), so that fully_shard reduces these gradients"
             )
 
 

@@ -378,7 +378,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
     ),
     "broadcast_weights shapes": (
         lambda script: lambda: broadcast_weights(on_rank_1(nn.Linear(2, 4), script.model), script.registry),
-        "first [weight (2, 4) torch.float32] and [weight (4, 2) torch.float32]",
+        "first [weight (2, 4) torch.float32] on rank 0 and [weight (4, 2) torch.float32] on rank 1",
     ),
     "broadcast_weights order": (
         lambda script: (
@@ -387,7 +387,8 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
                 script.registry,
             )
         ),
-        "ranks 0 and 1 have different tensors, first [0.weight (4, 2) torch.float32] and [0.weight (2, 4) torch.float32]",
+        "ranks 0 and 1 have different tensors, first [0.weight (4, 2) torch.float32] on rank 0 and [0.weight (2, 4) "
+        "torch.float32] on rank 1",
     ),
     "broadcast_weights dtype": (
         lambda script: lambda: broadcast_weights(on_rank_1(nn.Linear(4, 2).half(), script.model), script.registry),
@@ -397,7 +398,7 @@ WRONG: dict[str, tuple[Callable[[Script], Call], str]] = {
         lambda script: (
             lambda: broadcast_weights(nn.Sequential(script.model, *on_rank_1([nn.Linear(2, 2)], [])), script.registry)
         ),
-        "first [no such tensor] and [1.weight (2, 2) torch.float32]",
+        "first [no such tensor] on rank 0 and [1.weight (2, 2) torch.float32]",
     ),
     "connect": (lambda script: lambda: script.registry.connect(on_rank_1("rows", "data")), "rows"),
     "Booster mixed_precision": (booster(mixed_precision="fp17"), "fp17"),

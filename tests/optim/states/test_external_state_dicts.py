@@ -153,7 +153,7 @@ def test_loading_sharded_state_of_another_rank_is_rejected_on_all_ranks(
     world: World, kind: str, axis: str, through_a_file: bool
 ) -> None:
     for text in world.run(2, load_state_of_rank_0, kind, through_a_file):
-        assert f"the state is of the rank at {axis} 0 of 2, but this rank is at {axis} 1 of 2" in text
+        assert f"saved at mesh coordinate {axis} 0 of 2, but this rank has mesh coordinate {axis} 1 of 2" in text
         assert "save_checkpoint" in text
 
 
@@ -164,7 +164,7 @@ def test_replica_can_load_state_of_another_replica(world: World) -> None:
 def whole_in_a_split(path: str) -> str:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         saved = torch.load(path, weights_only=True)
-        with pytest.raises(ValueError, match=r"no coordinate \(its parameters were unsharded") as caught:
+        with pytest.raises(ValueError, match=r"mesh coordinate none \(unsharded parameters") as caught:
             Built(SPLIT, registry).optimizer.load_state_dict(saved)
         return str(caught.value)
 

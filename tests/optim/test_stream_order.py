@@ -10,18 +10,23 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from gathered_objects import objects_gathered_by, said_by_all
 from loops import using
+from meshstep.amp import Bf16
 from meshstep.optim import (
     SOAP,
+    AsyncSaver,
     Bf16Compression,
     CosineAnnealingLR,
+    HalfStates,
     HoldOnSkip,
     Muon,
     Offloaded,
@@ -59,7 +64,9 @@ pytestmark = pytest.mark.skipif(
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 SHAPES = ((6, 5), (6,), (4, 6), (4,), (3, 3))
-GRADIENT_BUCKET = 64  # maximum size in bytes: the last two gradients have a bucket, and each other gradient has one
+# Maximum size in bytes. The last two gradients have a bucket, and each other gradient has one, with 2 and with 4 bytes per
+# element. The fake backend copies this rank's slices to the other rank's, and in these buckets no weight gets padding.
+GRADIENT_BUCKET = 52
 SKIPPED = (2, 5, 6)  # steps with a non-finite gradient
 
 
@@ -83,6 +90,7 @@ class Training:
         own_streams: True: each step runs in a new stream, which waits for the previous one. Default: False.
         micro_batches: Number of backwards per step. They set gradients from the last parameter to the first, and run
             the parameters' hooks, so reductions start in backward. 0 (default): gradients are set without a backward.
+        saved_to: The directory of an `AsyncSaver` that saves after each step; None (default): no checkpoints.
     """
 
     inner: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = fused_adamw
@@ -94,6 +102,7 @@ class Training:
     ranks: int = 1
     own_streams: bool = False
     micro_batches: int = 0
+    saved_to: Path | None = None
 
     def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
         """Return the final weights, the learning rates of all steps, and the number of skipped steps."""
@@ -116,6 +125,7 @@ class Training:
         optimizer = ParallelOptimizer(self.inner(params), registry, **options)
         schedule = None if self.schedule is None else self.schedule(optimizer)
         measured = None if self.telemetry is None else Telemetry(optimizer, every=1, **self.telemetry)
+        model, saver = nn.ParameterList(params), None if self.saved_to is None else AsyncSaver(self.saved_to, registry)
         rates = []
         for step in range(self.steps):
             with self.stream(device):
@@ -130,7 +140,11 @@ class Training:
                 if schedule is not None:
                     schedule.step()
                 optimizer.zero_grad()
+                if saver is not None:
+                    saver.save(model, optimizer, lr_scheduler=schedule)
             yield
+        if saver is not None:
+            saver.close()
         if measured is not None:
             assert measured.last is not None
             measured.last.values.cpu()
@@ -210,9 +224,42 @@ ON_TWO_RANKS: dict[str, Training] = {
 }
 
 
+CLIPPED = {"max_norm": ZClip(warm_up=2), "accumulation_steps": 2}
+HALF_OFFLOADED = (Sharded("data", gradients=True), Offloaded(0.5))
+EVERYTHING = Training(
+    options={**CLIPPED, "states": HALF_OFFLOADED},
+    schedule=lambda optimizer: CosineAnnealingLR(optimizer, 12),
+    telemetry={},
+    steps=4,
+    ranks=2,
+    micro_batches=2,
+)
+HALF_EVERYTHING = replace(EVERYTHING, dtype=torch.bfloat16)
+SPLIT, ROUNDED = Bf16(split_masters=True), Bf16(stochastic_rounding=True)
+# Many features in one run.
+COMBINED: dict[str, Training] = {
+    "fp32": EVERYTHING,
+    "own stream per step": replace(EVERYTHING, own_streams=True),
+    "fp16": replace(EVERYTHING, options={**EVERYTHING.options, "precision": "fp16"}, dtype=torch.float16),
+    "split masters": replace(HALF_EVERYTHING, options={**EVERYTHING.options, "precision": SPLIT}),
+    "stochastic rounding": replace(HALF_EVERYTHING, options={**EVERYTHING.options, "precision": ROUNDED}),
+    "HalfStates": replace(EVERYTHING, options={**CLIPPED, "states": (*HALF_OFFLOADED, HalfStates())}),
+    "HalfStates, bf16": replace(
+        HALF_EVERYTHING, options={**CLIPPED, "states": (*HALF_OFFLOADED, HalfStates()), "precision": "bf16"}
+    ),
+    "HalfStates, split masters": replace(
+        HALF_EVERYTHING, options={**CLIPPED, "states": (ZERO_2["states"], HalfStates()), "precision": SPLIT}
+    ),
+    "ZeRO-1": replace(EVERYTHING, options={**CLIPPED, "states": (Sharded("data"), Offloaded(0.5))}),
+    "overlap": replace(EVERYTHING, options={**CLIPPED, **OVERLAP, "states": Offloaded(0.5)}),
+    "SOAP": replace(EVERYTHING, inner=lambda params: SOAP(params, lr=0.01), options={**CLIPPED, **OVERLAP}),
+    "Muon": replace(EVERYTHING, inner=lambda params: Muon(params, lr=0.01), options={**CLIPPED, **OVERLAP}),
+}
+
+
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit buckets of offloaded parameters to 160 bytes of gradients, and those of `Sharded` to 64 bytes.
+    """Limit buckets of offloaded parameters to 160 bytes of gradients, and those of `Sharded` to `GRADIENT_BUCKET`.
 
     So most runs have several.
     """
@@ -287,6 +334,56 @@ def test_gradient_reduction_in_backward_has_no_unordered_stream_access(name: str
         torch.testing.assert_close(weights, weights_on_cpu(IN_BACKWARD[name]))
 
 
+class LateExecutor:
+    """A `ThreadPoolExecutor` whose thread runs each call as late as possible: when the result is requested."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Any:
+        return SimpleNamespace(result=lambda: call(*args))
+
+    def shutdown(self) -> None:
+        pass
+
+
+@contextmanager
+def saving_late() -> Iterator[list[dict[str, Tensor]]]:
+    """Let `AsyncSaver` write checkpoints as late as possible, to the list that is yielded and not to files."""
+    written: list[dict[str, Tensor]] = []
+
+    def write(path: Path, snapshot: Snapshot, *_: Any) -> Path:
+        written.append(
+            {
+                f"{key} {offsets}": part.clone()
+                for key, tensor in snapshot.tensors.items()
+                for offsets, part in tensor.parts.items()
+            }
+        )
+        return path
+
+    with mock.patch.object(save, "ThreadPoolExecutor", LateExecutor), mock.patch.object(save, "write", write):
+        yield written
+
+
+@pytest.mark.default_cases(2)
+@pytest.mark.parametrize("name", COMBINED)
+def test_combined_features_have_no_unordered_stream_access_and_save_the_checkpoints_of_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skips, "LAG", 3)
+    training = replace(COMBINED[name], saved_to=tmp_path)
+    with using("torch"), saving_late() as saved:
+        findings, weights = simulate(training)
+    assert findings == []
+    assert len(saved) == training.steps
+    if "states" in training.options and not has_fake_sums():
+        return
+    with using("torch"), saving_late() as expected:
+        torch.testing.assert_close(weights, weights_on_cpu(training))
+    torch.testing.assert_close(saved, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "method", "most"), [("overlap", "all_reduce", 4), ("ZeRO-2 in backward", "reduce_scatter", 3)]
 )
@@ -325,15 +422,15 @@ class Defect:
     """A change of the library's code that breaks a synchronization.
 
     Args:
-        owner: The class.
-        method: The method.
+        owner: The class, or the module of a function.
+        method: The method or function.
         old: Text in the source code of the method, which occurs once.
         new: The text that replaces it; ``KEPT`` is an empty dict, and ``on_new_stream`` is the function below.
         run: A key of `RUNS`, `ON_TWO_RANKS` or `IN_BACKWARD`.
         finding: A regular expression that matches the start of each finding.
     """
 
-    owner: type
+    owner: Any
     method: str
     old: str
     new: str
@@ -437,6 +534,37 @@ def test_simulation_finds_planted_stream_synchronization_defect(name: str, monke
     monkeypatch.setattr(skips, "LAG", 3)
     with using("torch"):  # the simulation records torch operators, and C loops use none
         findings = findings_of((RUNS | ON_TWO_RANKS | IN_BACKWARD)[defect.run])
+    assert findings
+    assert all(re.match(defect.finding, finding) for finding in findings), findings
+
+
+SAVER_DEFECTS = {
+    "wait before a checkpoint is written removed": Defect(AsyncSaver, "_write", "event.synchronize()", "pass", ""),
+    "event of a checkpoint on the current device": Defect(
+        save, "_copy_to_host", "current_stream(device)", "current_stream()", ""
+    ),
+}
+FOUND_WITH_ALL_FEATURES = (
+    "wait of FlagCopy removed",
+    "wait of HostBucket removed",
+    "buffer of another stream without record_stream",
+    "wait for reduce-scatter removed",
+    "reduction in backward finished on another stream",
+    "wait for all-gather removed",
+    *SAVER_DEFECTS,
+)
+
+
+@pytest.mark.default_cases(2)
+@pytest.mark.parametrize("name", FOUND_WITH_ALL_FEATURES)
+def test_simulation_of_combined_features_finds_planted_defect(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect = (DEFECTS | SAVER_DEFECTS)[name]
+    defect.plant(monkeypatch)
+    monkeypatch.setattr(skips, "LAG", 3)
+    with using("torch"), saving_late():
+        findings = findings_of(replace(COMBINED["fp32"], saved_to=tmp_path))
     assert findings
     assert all(re.match(defect.finding, finding) for finding in findings), findings
 

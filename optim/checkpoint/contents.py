@@ -155,8 +155,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return (undeclared persistent buffers, parameters and declared persistent buffers), both by name.
 
-    Raises:
-        ValueError: A module has non-empty extra state (``get_extra_state``).
+    Raise ValueError if a module has non-empty extra state (``get_extra_state``).
     """
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -482,13 +481,7 @@ LAYOUT = ("masters", "shards", "dtypes")
 
 
 def parse_key(key: str) -> tuple[str, ...]:
-    """Return the parts of a checkpoint key: first the kind, such as "state", last the name of the parameter or buffer.
-
-        parse_key("state/exp_avg/layer.weight")  # ("state", "exp_avg", "layer.weight")
-
-    Raises:
-        ValueError: ``key`` is not a key of this format.
-    """
+    """Return the parts of a checkpoint key: ("state", "exp_avg", "layer.weight") of "state/exp_avg/layer.weight"."""
     kind, _, rest = key.partition("/")
     parts = (kind, *rest.split("/", _FIELDS.get(kind, 1) - 1))
     if len(parts) != _FIELDS.get(kind, 0) + 1:
@@ -561,10 +554,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return the master weights in an optimizer's state, by position of the stepped tensor.
-
-    ``weights`` is the nested dict ``state_dict()["meshstep"]["weights"]`` of the optimizer.
-    """
+    """Return the master weights in the nested entry ``"weights"`` of an optimizer's state, by position."""
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
         if key != "masters" and isinstance(value, Mapping):
@@ -703,7 +693,6 @@ class SharedRecord:
     Attributes:
         groups: Per param group, (names of the parameters, different hyper-parameters with the ranks that have them).
         buffers: The different hashes of each undeclared buffer with the ranks that have them, by name.
-        pieces: The optimizer states of the shards.
     """
 
     def __init__(self, content: Mapping[str, Any], saved: Topology, now: Topology, rank: int) -> None:

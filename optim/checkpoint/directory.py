@@ -151,10 +151,7 @@ class CheckedStream(io.RawIOBase):
 
 
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
-    """Write a file, synchronize it to disk, and return its record. Raise OSError if it can't be written.
-
-    An existing file is replaced.
-    """
+    """Write a file, synchronize it to disk, and return its record. Raise OSError if it can't be written."""
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
         write(summing)
@@ -238,9 +235,7 @@ def begin(path: Path, known: str | None) -> Path:
     its directory.
 
     ``known`` is the name of the last checkpoint under ``path`` that the optimizer saved or loaded; None: no checkpoint.
-
-    Raises:
-        ValueError: There is a complete checkpoint under ``path``, and the newest one is not ``known``.
+    Raise ValueError if the newest complete checkpoint there is another one.
     """
     newest = newest_checkpoint(path)
     if newest is not None and newest.name != known:
@@ -263,13 +258,8 @@ def begin(path: Path, known: str | None) -> Path:
 def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any], keep: int) -> Path:
     """Write the manifest, rename the directory from `begin` to its final name, and remove the oldest checkpoints.
 
-    An error while old checkpoints are removed is ignored; the next save removes them.
-
     ``directory`` is from `begin`, and has all files of the checkpoint, synchronized to disk. ``about`` has other
     entries of the manifest, as JSON values. ``keep`` counts the complete checkpoints to keep, including this one.
-
-    Raises:
-        ValueError: A file is missing or incomplete.
     """
     for name, record in files.items():
         file = directory / name
@@ -297,11 +287,7 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read, check and return the manifest of a checkpoint.
-
-    Raises:
-        ValueError: The manifest is missing or damaged, or its format is not the one that this version reads.
-    """
+    """Read and check the manifest of a checkpoint; raise ValueError if it is missing, damaged or of another format."""
     file = directory / MANIFEST
     try:
         written = _read_limited(file)
@@ -399,9 +385,7 @@ def plain_content(file: Path) -> Any:
     """Return the content of a file that `torch.save` wrote: numbers, strings and tensors, in lists, tuples and dicts.
 
     The tensors are loaded to the CPU. The file is loaded with ``weights_only=True``, so that no code in it is executed.
-
-    Raises:
-        ValueError: The file contains types that ``weights_only=True`` does not allow, or is damaged.
+    Raise ValueError if it is damaged, or has types that ``weights_only=True`` does not allow.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -457,10 +441,7 @@ _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary
 
 
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
-    """Return the name of the last checkpoint under ``path`` to which ``optimizer`` was saved or from which it was loaded.
-
-    None: ``optimizer`` has no checkpoint there.
-    """
+    """Return the name of the last checkpoint under ``path`` that ``optimizer`` was saved to or loaded from, or None."""
     return _last.get(optimizer, {}).get(path.resolve())
 
 

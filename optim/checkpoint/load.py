@@ -201,11 +201,8 @@ class Restoration:
         """Allocate the optimizer state of a stepped tensor, and return it by name of the state.
 
         Step counts and other numbers have their saved values. Other tensors are uninitialized and are added to
-        `tensors`; reading the checkpoint fills them.
-
-        Raises:
-            ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
-                mesh.
+        `tensors`; reading the checkpoint fills them. Raise ValueError if a state of another shape than the parameter's
+        belongs to a shard that does not exist on this mesh.
         """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
@@ -225,8 +222,7 @@ class Restoration:
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
         """Allocate the full-tensor states that this rank keeps for a stepped tensor, and return them by name.
 
-        They are uninitialized and are added to `tensors`; reading the checkpoint fills them. The result is empty if no
-        full-tensor optimizer steps the tensor.
+        They are uninitialized and are added to `tensors`; reading the checkpoint fills them.
         """
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
@@ -564,9 +560,7 @@ def _open(path: Path, run: _Run) -> tuple[Path, dict[str, Any]]:
 def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
     """Return the records of all files by name, and the mesh of the checkpoint.
 
-    Raises:
-        ValueError: A record or the mesh is not valid, the number of rank files is not the number of ranks of the mesh, or
-            `SHARED_FILE` is missing.
+    Raise ValueError if they are not valid, or if `SHARED_FILE` or the file of a rank is missing.
     """
     with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}

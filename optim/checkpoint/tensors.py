@@ -71,12 +71,9 @@ def index_to_json(index: Mapping[str, Stored]) -> str:
 def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
     """Parse and check an index, and return its entries by key of the tensor.
 
-    ``files`` has the records of the checkpoint's files. ``where`` is the path of the index file, for the error.
-
-    Raises:
-        ValueError: ``content`` is not an index. Or it refers to bytes that are not in ``files``. Or the parts of tensors
-            in a file do not have as many bytes as the file, or do not cover each element of a tensor exactly once. Or the
-            byte order of the tensors is not this machine's.
+    Raise ValueError, with the path ``where``, if ``content`` is not an index, or refers to bytes that are not in
+    ``files``; if the parts do not fill their file, or do not cover each element of a tensor exactly once; or if the
+    byte order of the tensors is not this machine's.
     """
     try:
         index = json.loads(content)
@@ -173,9 +170,8 @@ def write_tensors(
 ) -> dict[str, FileRecord]:
     """Write this rank's share of the tensors into a file, and synchronize the file to disk. Every rank must call it.
 
-    Each part is written by one of the ranks that hold it. Rank 0 also writes the index.
-
-    Return the records of the files that this rank has written, by name. Errors are raised on every rank.
+    Each part is written by one of the ranks that hold it. Rank 0 also writes the index. Return the records of the files
+    that this rank has written, by name. Errors are raised on every rank.
 
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes, the written parts are copied to the host.
@@ -199,10 +195,8 @@ def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list
     """Assign each part of a tensor to one of the ranks that hold it, with about equally many bytes per rank.
 
     ``held`` has one mapping per rank. Return, per rank, the boxes of the parts that it must write, by key of the
-    tensor.
-
-    Raises:
-        ValueError: Ranks disagree on a tensor's full shape or dtype, or the parts of all ranks leave gaps or overlap.
+    tensor. Raise ValueError if ranks disagree on a tensor's full shape or dtype, or if the parts of all ranks leave
+    gaps or overlap.
     """
     # imported here, because the import takes a second
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -52,10 +52,8 @@ class ParameterStates:
         """Return the layout of a state as a DTensor, and this rank's region of it.
 
         With `Sharded`, unless the parameter is 0-dim, the DTensor is sharded by rows over the axes of `Sharded`, in
-        addition to the parameter's layout.
-
-        Raises:
-            ValueError: A DTensor does not support the layout of the parameter, or the full shape is unknown.
+        addition to the parameter's layout. Raise ValueError if a DTensor does not support the layout, or the full shape
+        is unknown.
         """
         entry, registry = self.entry, self.registry
         if entry.full_shape is None:
@@ -150,8 +148,6 @@ class ParameterStates:
 
     def local_part(self, value: Tensor) -> Tensor:
         """Return the part of a saved state that belongs to this rank's local tensor of the parameter.
-
-        ``value`` is a DTensor, a full tensor, or a tensor of the local shape.
 
         Collectives: if ``value`` is a DTensor of another layout, those of ``value.full_tensor()``. If it is a DTensor
             of the same layout, and `Sharded` is used, an object all-gather and an all-reduce over the axes of `Sharded`.
@@ -409,11 +405,7 @@ class TorchStates(torch.optim.Optimizer):
     def _check(
         self, own: list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]
     ) -> dict[str, dict[str, Any]]:
-        """Return the states that are numbers, by parameter and name.
-
-        Raises:
-            ValueError: A state can be neither a DTensor nor one number per parameter.
-        """
+        """Return the states that are numbers, by parameter and name; raise ValueError if a state can't be resharded."""
         numbers: dict[str, dict[str, Any]] = {}
         for item, values in own:
             if values:
@@ -494,11 +486,7 @@ class TorchStates(torch.optim.Optimizer):
         )
 
     def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved loss scale, numbers of skipped steps, state of a clipping rule and similar values.
-
-        Raises:
-            ValueError: A number is missing or wrong, or the text of a clipping rule is not valid.
-        """
+        """Return the saved loss scale, numbers of skipped steps and similar values; raise ValueError if one is wrong."""
         numbers = {
             key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
         }
@@ -512,12 +500,7 @@ class TorchStates(torch.optim.Optimizer):
             ) from None
 
     def _saved_states(self, state_dict: Mapping[str, Any]) -> list[tuple[ParameterStates, Mapping[str, Any]]]:
-        """Return (parameter, its saved states by name) pairs.
-
-        Raises:
-            ValueError: ``state_dict`` is not a result of `state_dict`; the saved param groups have other numbers of
-                parameters; or a parameter has other states.
-        """
+        """Return (parameter, its saved states by name) pairs; raise ValueError if they don't fit this optimizer."""
         _CHECK_STATE(state_dict, "the state")
         items = [item for group in self._parameters for item in group]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -577,10 +560,8 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
     """Return a copy of the nested dict ``content``, with each number replaced by the number in ``numbers``.
 
     ``numbers`` are numbers or tensors by path in ``content``: the keys joined by "/". ``before`` is the path of
-    ``content`` in the outermost dict, ending in "/".
-
-    Raises:
-        ValueError: A number is missing, or a value is not a number.
+    ``content`` in the outermost dict, ending in "/". Raise ValueError if a number is missing, or a value is not a
+    number.
     """
     result: dict[str, Any] = {}
     for key, value in content.items():

@@ -165,12 +165,7 @@ def _launched() -> tuple[int, int]:
 
 
 def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
-    """Run `prove` or `infer` on all ranks, and return their results in the order of ranks.
-
-    Raises:
-        ValueError: An argument is wrong, or the script can't be imported or has no such function.
-        RanksError: The script's function, `prove` or `infer` failed on a rank, or the time is over.
-    """
+    """Run `prove` or `infer` on all ranks, and return their results in the order of ranks."""
     topology = Topology.parse(options.topology)
     processes = _launched()[1]
     if processes > 1 and processes != topology.world_size:
@@ -184,12 +179,7 @@ def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
 
 
 def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
-    """Import the script of ``SCRIPT:BUILD`` as a module, and return its function BUILD.
-
-    Raises:
-        ValueError: ``build`` is not SCRIPT:BUILD, there is no such script, it can't be imported, or it has no such
-            function.
-    """
+    """Import the script of ``SCRIPT:BUILD`` as a module, and return its function BUILD; raise ValueError if that fails."""
     script, colon, name = build.rpartition(":")
     if not colon or not script or not name:
         raise ValueError(f"{build!r} is not SCRIPT:BUILD; give a file or module and a function, such as train.py:build")
@@ -239,11 +229,7 @@ def _not_imported(script: object, error: Exception) -> ValueError:
 
 
 def on_rank(audit: AuditRun) -> Proof | InferredLayout:
-    """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``.
-
-    Raises:
-        TypeError: The script's function did not return a model and a loss function.
-    """
+    """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``."""
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):

@@ -231,10 +231,7 @@ class KnownParameter:
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
-        """Return True if ranks that differ only in their coordinate along ``axis`` have equal values of the parameter.
-
-        Ranks that do not hold the parameter are ignored.
-        """
+        """Return True if ranks that differ only in their coordinate along ``axis`` have equal values of the parameter."""
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 
@@ -399,12 +396,8 @@ def spec_of_contract(
     The contract says along which axes the ranks hold shards. It does not determine which dims are sharded. If several
     choices are possible, the spec has one of them. The gradient norm and the step of an elementwise optimizer are right
     with each choice. Full-tensor optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout
-    depend on the choice.
-
-    Args:
-        contract: The gradient contract.
-        beside: {name: (local shape, True if sharded over the same axes)} of the other parameters of the same module.
-            Used to decide between the dims of a 2-dim weight whose full shape is not known.
+    depend on the choice. For a 2-dim weight whose full shape is not known, the choice depends on ``beside``: {name:
+    (local shape, True if sharded over the same axes)} of the other parameters of the same module.
     """
     partial, owned, tied = [], dict[str, int | str](), dict[str, tuple[int, ...]]()
     for axis, along in contract.by_axis:

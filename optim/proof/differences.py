@@ -56,9 +56,6 @@ class Objective:
     ``loss_fn`` returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs
     backward itself, as a pipeline schedule does, it returns a detached loss or None. ``topology`` has the axes of the
     registry's topology with other roles; None: the registry's topology.
-
-    Attributes:
-        calls: Number of forwards so far.
     """
 
     def __init__(
@@ -149,10 +146,8 @@ class Objective:
 def mean_loss(losses: Losses, topology: Topology) -> float:
     """Return the mean of the losses over the coordinates along the data-parallel axes.
 
-    Ranks at one such coordinate count as one: their losses are averaged first.
-
-    Raises:
-        ValueError: A loss is not finite, or no rank has a loss for some coordinate along the data-parallel axes.
+    Ranks at one such coordinate count as one: their losses are averaged first. Raise ValueError if a loss is not
+    finite, or if there is none for a coordinate.
     """
     by_samples: dict[tuple[int, ...], list[float]] = {}
     for rank, loss in enumerate(losses):
@@ -478,10 +473,7 @@ def find_wrong(
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
-    """Yield groups of at most `TOGETHER` parameters whose effects on the loss have similar sizes.
-
-    Parameters for which the gradients predict no effect form separate groups.
-    """
+    """Yield groups of at most `TOGETHER` parameters whose effects on the loss have similar sizes."""
     by_size: dict[int | None, list[Promise]] = {}
     for promise in promises:
         size = None if not promise.size else int(log10(promise.size) // ALIKE)

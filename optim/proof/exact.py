@@ -169,9 +169,8 @@ def _outcome(returned: object) -> tuple[nn.Module, float | None]:
 def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, names: Names | None) -> list[_Pair]:
     """Return every parameter of this rank with its counterpart in the dense model. Every rank must call it.
 
-    Raises:
-        ValueError: On every rank: a parameter of one model has no counterpart in the other model, a parameter is not
-            declared, or ``names`` has a name that no rank's model has.
+    Raise ValueError on every rank if a parameter of one model has no counterpart in the other model, a parameter is not
+    declared, or ``names`` has a name that no rank's model has.
     """
     there = dict(dense.named_parameters())
 

@@ -48,10 +48,7 @@ Cause = Literal[
 
 
 class HookPoint(NamedTuple):
-    """A tensor in forward: the first argument of a module, or the first tensor that it returns.
-
-    ``side`` is "input" or "output".
-    """
+    """A tensor in forward: the first argument of a module (``side`` "input"), or the first tensor it returns ("output")."""
 
     module: str
     side: str
@@ -190,9 +187,8 @@ _SEEDS = (1, 2)
 class Probe:
     """Measurements along one random direction of a parameter: the ranks' gradients along it, and central differences.
 
-    ``contract`` is a gradient contract of the parameter. Along its sharded axes, ranks get distinct parts of the
-    direction. The attribute ``products`` is {rank: product <gradient, direction>}, for each rank that holds the
-    parameter.
+    Along the sharded axes of ``contract``, ranks get distinct parts of the direction. ``products`` has the product
+    <gradient, direction> of each rank that holds the parameter.
 
     Collectives: an object all-gather in the constructor; those of two forwards per new central difference.
     """
@@ -226,10 +222,7 @@ class Probe:
         return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[DifferenceQuotient]:
-        """Yield the central differences whose rounding error is at most 1 % of their value or of `size`.
-
-        Each is computed once, and stored for later calls.
-        """
+        """Yield the central differences whose rounding error is at most 1 % of their value or of `size`."""
         index = 0
         while True:
             if index == len(self._found):

@@ -736,8 +736,6 @@ class _Examination:
 
         Return None if the parameter's gradient turns out to be right. In `infer`, also return None if another
         `GradientContract` makes the gradient right; this contract is then stored in ``self.contracts``.
-
-        ``cause`` is the cause of the finding; None: search it.
         """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)

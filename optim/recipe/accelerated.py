@@ -104,10 +104,10 @@ def _clip_value(
 def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
     """Check a call of a clipping method with ``parameters``. Before the first step, an error is raised on every rank.
 
-    Raises:
-        ValueError: ``parameters`` lacks parameters of the optimizer. Before the first step also: a
-            `DistributedDataParallel` contains a sharded model.
-        RuntimeError: The call is in the middle of an accumulation window.
+    Raise ValueError if ``parameters`` lacks parameters of the optimizer, and RuntimeError in the middle of an
+    accumulation window. Before the first step, also raise ValueError if a `DistributedDataParallel` contains a sharded
+    model.
+
     Collectives: before the first step, an object all-gather.
     """
 

@@ -69,8 +69,7 @@ from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 def registry_of_replicas() -> ProcessGroupRegistry:
     """Return the process groups for a mesh with a single axis, ``data``, that contains all ranks.
 
-    Raises:
-        RuntimeError: torchrun started several processes, and `init_distributed` has not been called.
+    Raise RuntimeError under torchrun with several processes if `init_distributed` has not been called.
     """
     if not dist.is_initialized() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise RuntimeError(

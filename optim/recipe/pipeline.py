@@ -235,12 +235,6 @@ def check_pipeline(
     """Raise an error if `Pipeline` can't train with a schedule.
 
     ``optimizer=None`` is an error, because training needs one. By default, the optimizer is not checked.
-
-    Raises:
-        TypeError: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
-        ValueError: The schedule has no loss function, its stages don't communicate over the mesh's pipeline axes, or
-            ``optimizer`` is None. Or ``data_parallel`` is "ddp", or a stage of a zero-bubble schedule is in
-            `DistributedDataParallel`.
     """
     if not is_schedule(schedule):
         raise TypeError(

@@ -65,12 +65,7 @@ class NoiseScale:
 
 
 class Estimates(NamedTuple):
-    """Estimates from one step, for the gradient noise scale.
-
-    Args:
-        signal: |G|^2, the squared norm of the expected gradient, 0-dim.
-        trace: S, the trace of the covariance of one sample's gradient, 0-dim.
-    """
+    """Estimates from one step: the signal |G|^2 and the trace S, both 0-dim (formulas at the top of this module)."""
 
     signal: Tensor
     trace: Tensor
@@ -113,11 +108,7 @@ class RunningScale:
         return {"means": self.means.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the means from the result of `state_dict`.
-
-        Raises:
-            ValueError: ``state["means"]`` is missing, or is not a tensor of three finite floats; nothing is changed.
-        """
+        """Load the means from the result of `state_dict`; if it is not valid, raise ValueError and change nothing."""
         self.check_state(state)
         self.means = state["means"].to(self.means)
 
@@ -138,7 +129,7 @@ SMALLEST_NORMAL = 2.0**-14
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
     """Return the sum of squares of each tensor, [n] on ``device``; 0 for None.
 
-    The result is float64, or float32 on a device without float64. ``constants`` caches indices into the result.
+    The result is float64, or float32 on a device without float64.
     """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -159,9 +150,8 @@ def counts(
 ) -> Tensor:
     """Count zeros and small elements in each of n gradients, and return the numbers, [2, n] on ``device``.
 
-    Row 0 has the numbers of elements that are 0. Row 1 has the numbers of elements whose absolute value is below
-    `SMALLEST_NORMAL`, including zeros. A gradient that is None counts as zeros. The result is float64, or float32 on a
-    device without float64. If gradient i is None, ``numels[i]`` elements count as zeros.
+    Row 0 counts zeros, and row 1 elements below `SMALLEST_NORMAL` in absolute value, including zeros. If gradient i is
+    None, ``numels[i]`` elements count as zeros. The result is float64, or float32 on a device without float64.
     """
     dtype = accumulation_dtype(device)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]

@@ -165,8 +165,7 @@ class Scale:
 def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
     """Return an SVG element with curves.
 
-    Non-finite values interrupt a curve, and are drawn as marks at the upper edge. ``series`` maps the label of a curve
-    to its points (step, value), in the order of steps.
+    Non-finite values interrupt a curve, and are drawn as marks at the upper edge.
     """
     steps = [step for points in series.values() for step, _ in points]
     x = Scale.of(steps, LEFT, WIDTH - RIGHT, may_be_log=False)
@@ -324,10 +323,7 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return HTML with the last value of each number in `TILES`, and of each number named ``..._per_second``.
-
-    If a number has several curves, the full model's curve is used, or the first one if the full model has none.
-    """
+    """Return HTML with the last value of each number in `TILES`, and of each number named ``..._per_second``."""
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]

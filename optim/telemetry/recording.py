@@ -106,11 +106,10 @@ class RecordedStep:
 
 
 def read_recording(path: str | PathLike[str]) -> dict[int, RecordedStep]:
-    """Return the recorded steps of a file by number, without an incomplete last line.
+    """Return the recorded steps of a file by number.
 
-    Raises:
-        ValueError: A line is not from a `Recorder`, except an incomplete last line; the `Recorder` was of another
-            version; or there is no step.
+    An incomplete last line is left out. Raise ValueError if another line is not from a `Recorder` of this version, or
+    if there is no step.
     """
     steps: dict[int, RecordedStep] = {}
     run: dict[str, Any] | None = None

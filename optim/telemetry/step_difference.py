@@ -40,8 +40,8 @@ def first_difference(pair: StepPair) -> Difference | None:
 class _Report:
     """Creates the `Difference` of one step and one quantity.
 
-    ``quantity`` is as in `Difference`. ``names`` has the differing parameters; a `Difference` names the first one, unless
-    the call gives another ``parameter``.
+    ``names`` has the differing parameters; a `Difference` names the first one, unless the call gives another
+    ``parameter``.
     """
 
     def __init__(self, pair: StepPair, quantity: str, names: Sequence[str]) -> None:

@@ -75,10 +75,8 @@ TOTAL = "total"
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
     """Return the labels, and per logical parameter the index of its label; None for a parameter without a label.
 
-    ``params`` has a pair (name, index of the param group) per logical parameter.
-
-    Raises:
-        ValueError: A glob matches no parameter, or a label is ``"total"``.
+    ``params`` has a pair (name, index of the param group) per logical parameter. Raise ValueError if a glob matches no
+    parameter, or a label is ``"total"``.
     """
     names = [name for name, _ in params]
     if isinstance(by, Mapping):
@@ -160,10 +158,7 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 
 
 def data_ranks_of(optimizer: ParallelOptimizer[Any]) -> tuple[int, int]:
-    """Return (number of data ranks over which gradients are averaged, number over which they are summed only).
-
-    With ``sum_order="fixed"`` the numbers are (1, D) for D data ranks, else (D, 1).
-    """
+    """Return (number of data ranks over which gradients are averaged, number over which they are summed only)."""
     ranks = optimizer.registry.topology.size(*optimizer.registry.topology.data_axes)
     return (1, ranks) if isinstance(optimizer.grad_sync, FixedOrderSync) else (ranks, 1)
 
@@ -292,10 +287,8 @@ class PowerIteration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load each vector for which ``state``, the result of `state_dict`, has one of the same name and shape.
 
-        Other vectors keep their values.
-
-        Raises:
-            ValueError: A value in ``state`` is not a floating-point tensor without NaN and infinity; nothing is changed.
+        Other vectors keep their values. Raise ValueError, without a change, if a value is not a floating-point tensor
+        without NaN and infinity.
         """
         self.check_state(state)
         for name, vector in self.vectors.items():
@@ -337,7 +330,6 @@ class Planned:
     Attributes:
         values: Function that returns the values of the stepped tensors, in the order of the plan's entries. With
             `SplitMasters`, it returns the float32 weights.
-        measured: The tensors whose ``.grad`` is measured, in the order of the plan's entries.
         numels: Number of elements of each gradient; 0 for a frozen parameter.
         labels: Labels of the figures. The last one is ``"total"``, for the full model.
         matrices: Indices of the stepped tensors that belong to matrices whose singular values are measured.

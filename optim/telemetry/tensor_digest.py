@@ -36,10 +36,7 @@ HASH_WORDS = 2  # float64 numbers per hash in a collective
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests of several tensors, all on one device.
-
-    ``hashes`` are [tensors] int64, ``sketches`` [tensors, BUCKETS] float64.
-    """
+    """Digests of several tensors on one device: ``hashes`` [tensors] int64, ``sketches`` [tensors, BUCKETS] float64."""
 
     hashes: Tensor
     sketches: Tensor
@@ -106,9 +103,6 @@ def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
 
     A row has the elements at one index of the first dim, in all tensors. The sum does not depend on the order of the rows,
     nor on how they are distributed over ranks and micro-batches.
-
-    Raises:
-        ValueError: ``tensors`` is empty.
     """
     total: Tensor | None = None
     for number, tensor in enumerate(tensors):

@@ -190,10 +190,7 @@ class JsonLines(ReportFile):
 def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
     """Return the reports of a file in order, as dicts {name: number} with the key ``"step"``.
 
-    An incomplete last line is left out.
-
-    Raises:
-        ValueError: A line is not a report of `JsonLines`, and it is not an incomplete last line.
+    An incomplete last line is left out. Raise ValueError if another line is not a report of `JsonLines`.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []

@@ -34,16 +34,11 @@ from .tensors import Request, WholeTensors, float64_stack
 
 
 def is_factored(shape: Shape) -> bool:
-    """Return True if a full tensor of ``shape`` has two or more dims, so that its second moment is factored."""
     return len(shape) >= 2
 
 
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
-    """Yield two requests to `WholeTensors.sums`: for the sum of each row, and for the sum of each column.
-
-    ``value`` has the stepped tensor's shape, ``shape`` is the full tensor's. The sums have the shapes [..., rows, 1] and
-    [..., 1, columns].
-    """
+    """Yield two requests to `WholeTensors.sums`: for the sum of each row, and for the sum of each column."""
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
 
@@ -582,11 +577,7 @@ class CAME(FactoredOptimizer):
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
     def _residuals(self, slot: Slot, moments: Moments) -> Iterator[Request]:
-        """Yield requests for the sums of u^2, e^2 and e u per row and column of a factored tensor.
-
-        For another tensor, yield a request for the sum of u^2. u is the scaled gradient, gradient / sqrt(second moment),
-        and e is u minus the old momentum.
-        """
+        """Yield requests for the sums of u^2, e^2 and e u of a factored tensor, or of u^2 (comment above `CAME`)."""
         shape, u = self.shape_of(slot), self._update(slot, moments).double()
         if not is_factored(shape):
             yield total(slot.position, u.square(), shape)
@@ -656,11 +647,7 @@ class CAME(FactoredOptimizer):
     def _descend_together(
         self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], sums: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Change momentum, squared differences and parameters in place.
-
-        ``factors`` has the `_inverse_roots` of the chunk's stacks, and ``sums`` the sums that `_residuals` requests, by
-        position.
-        """
+        """Change momentum, squared differences and parameters in place."""
         group, factored, momenta = chunk.group, chunk.factored, [slot.state["exp_avg"] for slot in chunk.slots]
         # for a factored tensor, the sums of u^2 per row, which add up to the sum of u^2
         powers = [sums[slot.position][0] for slot in chunk.slots]
@@ -680,8 +667,7 @@ class CAME(FactoredOptimizer):
     def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change the means of the squared differences in place, as `_instability` computes them for each slot.
 
-        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot, and ``sums`` the sums that
-        `_residuals` requests, by position.
+        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot.
         """
         group, rates = slots[0].group, a.repeat_interleave(2)
         uu, ee, eu = ([one for slot in slots for one in sums[slot.position][which : which + 2]] for which in (0, 2, 4))
@@ -700,9 +686,6 @@ class CAME(FactoredOptimizer):
 
 
 def _inverse_roots(stack: Sequence[Slot], what: str) -> tuple[Tensor, Tensor]:
-    """Return the factors of 1 / sqrt(means of squares) of slots with equal layouts: `stacked_factors` to the power -1/2.
-
-    ``what`` selects the means: ``"sq"`` of squared gradients, ``"res"`` of squared differences (the instability).
-    """
+    """Return the factors of 1 / sqrt(means of squares) of slots with equal layouts: `stacked_factors` to the power -1/2."""
     left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
     return left.rsqrt_(), right.rsqrt_()

@@ -190,10 +190,7 @@ class AnyOptimizer(HomeOptimizer):
             yield Update(slot, found.get(slot.position, slot.param), {})
 
     def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
-        """Step one full tensor on its owner rank, update its state in ``slot.state``, and return the new weights.
-
-        ``lists`` has the full parameter and its full gradient. ``slot`` is this rank's shard of the parameter.
-        """
+        """Step one full tensor on its owner rank, update its state in ``slot.state``, and return the new weights."""
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)

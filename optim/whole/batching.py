@@ -31,7 +31,6 @@ With 2^23 elements, steps of 10^8 parameters took three times as long on an H100
 
 
 def batches_on(device: torch.device) -> bool:
-    """Return True if tensors on ``device`` are stepped together: on CUDA devices."""
     return device.type == "cuda"
 
 

@@ -125,12 +125,10 @@ class TransferSlice(NamedTuple):
 class Round:
     """A group of matrices that are exchanged in the same all-to-alls.
 
-    Their full tensors have the same dtype, and the same ranks step shards of them.
-
-    ``matrices`` must be in the same order on all ``ranks``, which are the ranks that step shards of their tensors.
-    ``lists`` is the number of tensors per matrix that are sent to its owner rank. Elements are sent in ``dtype`` in both
-    directions. Rounds with the same ``buffer_index`` share buffers on a CPU: a round no longer needs a buffer when the next
-    round with this index writes to it.
+    Their full tensors have the same dtype, and ``ranks`` step shards of them. ``matrices`` are in the same order on all
+    of these ranks. ``lists`` is the number of tensors per matrix that are sent to its owner rank. Elements are sent in
+    ``dtype`` in both directions. Rounds with the same ``buffer_index`` share buffers on a CPU: a round no longer needs
+    a buffer when the next round with this index writes to it.
 
     Attributes:
         own: The matrices that this rank owns.
@@ -203,11 +201,9 @@ class Round:
     def send(self, values: Sequence[Mapping[int, Tensor]], device: torch.device) -> Callable[[], list[list[Tensor]]]:
         """Start sending this rank's elements of the matrices to the owner ranks.
 
-        Each mapping in ``values`` maps the position of a stepped shard to a tensor of the shard's shape, such as a
-        gradient.
-
-        Return a function that waits for the all-to-all. It returns the full tensors of the matrices in `own`, on
-        ``device``: for each stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
+        Each mapping in ``values`` maps the position of a stepped shard to a tensor of the shard's shape. Return a
+        function that waits for the all-to-all, and returns the full tensors of the matrices in `own`, on ``device``:
+        for each stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
         """
         stacks = self._empty_stacks(device)
         wholes = self._of_matrices(stacks)
@@ -333,10 +329,7 @@ class Round:
     def _flat(
         self, use: str, counts: Mapping[tuple[int, int], int], towards_home: bool, device: torch.device
     ) -> tuple[Tensor, list[int], list[int]]:
-        """Return (send buffer, number of elements sent to each rank, number of elements received from each rank).
-
-        ``towards_home`` is False if owner ranks send results back.
-        """
+        """Return (send buffer, number of elements sent to each rank, number of elements received from each rank)."""
         me = self._me
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
         into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
@@ -389,11 +382,8 @@ def in_flight(
 ) -> Iterator[dict[int, Tensor]]:
     """Run all rounds, and yield {position: this rank's shard of the result} when shards are complete.
 
-    A position is the index of a stepped tensor over all param groups. While one round computes, the shards of the next
-    round and the results of the previous round are in transit.
-
-    ``rounds`` are those in which this rank takes part, in the same order on all of their ranks. ``values`` is as in
-    `Round.send`.
+    While one round computes, the shards of the next round and the results of the previous round are in transit.
+    ``rounds`` are in the same order on all of their ranks. ``values`` is as in `Round.send`.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}

@@ -65,11 +65,9 @@ def newton_schulz(
 ) -> Tensor:
     """Return approximately the orthogonal factor of ``matrix`` (U V^T of its singular value decomposition).
 
-    ``matrix`` may be a stack [n, rows, columns], whose matrices are orthogonalised one by one. Its dtype is the dtype of
-    the computation. ``coefficients`` are a, b and c of the polynomial a x + b x^3 + c x^5.
-
-    The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. A matrix of zeros remains
-    zeros. The two forms (`uses_gram`) differ by rounding only.
+    A stack [n, rows, columns] is orthogonalised matrix by matrix. The dtype of ``matrix`` is the dtype of the
+    computation. The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. A matrix of
+    zeros remains zeros.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -118,10 +116,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 
 
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return the same as `on_matrix` except for rounding, with fewer operations if the long side is much longer.
-
-    ``x`` is as in `on_matrix`.
-    """
+    """Return the same as `on_matrix` except for rounding, by the Gram form. ``x`` is as in `on_matrix`."""
     a, b, c = coefficients
     mm, addmm = _products(x)
     after = x.new_empty(x.shape)
@@ -190,10 +185,7 @@ _WRAPPERS = ("module.", "base_model.model.")  # name prefixes of DistributedData
 
 
 def scale_of(rule: Scale | None, shape: Shape) -> float:
-    """Return the factor on the orthogonal update of a matrix, in addition to the learning rate.
-
-    The rules are Keller Jordan's (``"original"`` or None), Moonshot's (``"match_rms_adamw"``), and sqrt(rows / columns).
-    """
+    """Return the factor on the orthogonal update of a matrix, in addition to the learning rate."""
     rows, columns = shape
     if rule == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
@@ -487,11 +479,7 @@ class Muon(WholeOptimizer):
                 yield Update(slot, slot.param, {})
 
     def _scale(self, slot: Slot) -> float | Tensor:
-        """Return the factor on a parameter's update, from ``adjust_lr_fn``.
-
-        Return a number if all matrices of the parameter have the same factor. Otherwise, return a tensor with a factor
-        per element of this rank's shard.
-        """
+        """Return the factor on a parameter's update: one number, or one per element of the shard if its matrices differ."""
         if slot.position not in self._scales:
             tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]
             by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.metadata]

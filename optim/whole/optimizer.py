@@ -660,10 +660,7 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Gather from all ranks which rank has the state of each matrix: {(tensor name, matrix number): rank}.
-
-        ``own`` is this rank's contribution: one (tensor name, matrix number) pair per matrix state on this rank.
-        """
+        """Gather from all ranks which rank has the state of each matrix: {(tensor name, matrix number): rank}."""
         registry = self.tensors.registry
         if registry is None:
             return dict.fromkeys(own, 0)
@@ -763,8 +760,5 @@ def _number_in(count: Tensor) -> int:
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:
-    """Return the key of a matrix's state in the optimizer state, such as ``"exp_avg.0"`` or ``"root.0.1"``.
-
-    ``which`` is the index of the state, if the matrix has several states of this name.
-    """
+    """Return the key of a matrix's state in the optimizer state, such as ``"exp_avg.0"`` or ``"root.0.1"``."""
     return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

@@ -486,9 +486,8 @@ class Shampoo(PreconditionedOptimizer):
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (new first moment, new second moment, grafted step).
 
-    The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]`` is "sgd".
-
-    ``t`` is the number of steps, including the present one.
+    The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]`` is "sgd". ``t`` is the
+    number of steps, including the present one.
     """
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)

@@ -168,9 +168,7 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
     all other dims together are the columns.
 
     The blocks are those of the first glob in ``blocks`` that matches ``name``; without a match, those of ``spec``.
-
-    Raises:
-        ValueError: The blocks for the name do not fit its rows.
+    Raise ValueError if they do not fit the rows.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]

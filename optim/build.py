@@ -190,10 +190,7 @@ class Setup:
         return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
-        """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one.
-
-        If ``found``, the dtypes of all ranks' parameters, is empty, nothing is raised.
-        """
+        """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one."""
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
@@ -242,14 +239,10 @@ class Setup:
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """Return ``plan``, with parameter names if the clipping rule needs them. Collectives: those of `planned_for`.
-
-        Raises: As `planned_for` and `_check_clip`.
-        """
+        """Return ``plan``, with parameter names if the clipping rule needs them. Collectives: those of `planned_for`."""
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """Check the argument ``max_norm`` and return its clipping rule; None without a rule."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
@@ -296,7 +289,6 @@ class Setup:
             )
 
     def _check_sum_order(self) -> None:
-        """Raise ValueError if another argument is incompatible with ``sum_order="fixed"``."""
         if self.reduction != "packed":
             raise ValueError(
                 f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': leave reduction= out"
@@ -523,7 +515,6 @@ class Setup:
         return FixedOrderSum(trained, self._tree_ranks(), chain.sliced(), self.bucket_bytes)
 
     def _tree_ranks(self) -> TreeRanks:
-        """Return the data ranks that sum gradients with ``sum_order="fixed"``."""
         topology, registry = self.registry.topology, self.registry
         axes = tuple(axis for axis in topology.data_axes if topology.size(axis) > 1)
         assert self.accumulation_steps is not None, "checked by `check_gradient_reduction`"
@@ -684,10 +675,7 @@ ELSEWHERE = {
 
 
 def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
-    """Return a TypeError if ``optimizer`` is already wrapped, or for the first unknown argument in ``given``; else None.
-
-    ``kind`` is the class `ParallelOptimizer`, which this module can't import.
-    """
+    """Return a TypeError if ``optimizer`` is already wrapped, or for the first unknown argument in ``given``; else None."""
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
@@ -697,10 +685,7 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
 
 
 def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
-    """Return advice for the unknown argument ``name``: the argument to write instead, or all known arguments.
-
-    ``elsewhere`` maps names in other libraries to the text to write instead.
-    """
+    """Return advice for the unknown argument ``name``: the argument to write instead, or all known arguments."""
     if name in elsewhere:
         return f"write {elsewhere[name]}"
     if near := get_close_matches(name, known, n=1):
@@ -746,7 +731,6 @@ def check_is_parallel(optimizer: object) -> None:
 
 
 def check_loss(loss: object, call: str) -> None:
-    """Raise TypeError if ``loss``, an argument of the method ``call``, is not a tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
@@ -847,5 +831,4 @@ def _is_same(value: object, default: object) -> bool:
 
 
 def _text_of(arguments: Mapping[str, object]) -> str:
-    """Return ``name=value`` pairs as source text; a function appears by its name."""
     return ", ".join(f"{name}={getattr(value, '__name__', None) or repr(value)}" for name, value in arguments.items())

@@ -50,10 +50,7 @@ def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method without keeping the method's object alive.
-
-    After the object was garbage-collected, the function does nothing.
-    """
+    """Return a function that calls a bound method without keeping the method's object alive."""
     weak = WeakMethod(method)
 
     def call(*args: object) -> None:
@@ -68,16 +65,15 @@ class TakenSteps:
     """Records through step hooks whether a `ParallelOptimizer` took or skipped its steps.
 
     A period is the time from one call of `start_over` (or the constructor) to the next. A call of the optimizer's
-    `step` ends an accumulation window if it updates `last_stats` of the optimizer; a call in the middle of a window
-    does not. A replayed CUDA graph runs no hooks. But it overwrites the tensor ``GradStats.skipped`` of the captured
-    step, so `all_skipped` stays correct if it is this tensor.
+    `step` ends an accumulation window if it updates `last_stats`. A replayed CUDA graph runs no hooks. But it
+    overwrites the tensor ``GradStats.skipped`` of the captured step, so `all_skipped` stays correct if it is this
+    tensor.
 
     Attributes:
         called: True if the optimizer's `step` was called in this period.
         in_window: True if the optimizer's `step` was called in this period, and no call ended a window.
         all_skipped: 0-dim float32 on the device: 1 if all steps of this period that ended a window were skipped, else
-            0. If no window ended in this period, the attribute keeps its value from the last period in which a window
-            ended. None until the first window ends.
+            0. It keeps its value in a period without such a step. None until the first window ends.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
@@ -90,7 +86,6 @@ class TakenSteps:
 
     @property
     def in_window(self) -> bool:
-        """Return True if the optimizer's `step` was called in this period, but no call ended an accumulation window."""
         self._look()  # a call of `step` that raised an error did not run the post hook
         return self.called and not self._ended
 
@@ -220,7 +215,6 @@ class Hold:
         self._verdict = None
 
     def start_over(self) -> None:
-        """Discard the pending step decision, and begin a new period of `TakenSteps`."""
         self.forget()
         self._taken.start_over()
 
@@ -424,10 +418,7 @@ class WarmupLR(LRScheduler):
         self._write_rates()
 
     def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
-        """Write learning rates to the param groups.
-
-        Without ``rates``, write the rates of the schedule's formula at its current position.
-        """
+        """Write learning rates to the param groups."""
         rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
@@ -496,10 +487,7 @@ class WarmupLR(LRScheduler):
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
-    """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in the error.
-
-    It raises ValueError if ``value`` is not an integer, is less than ``least``, or is a bool.
-    """
+    """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in the error."""
     try:
         number = -math.inf if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -834,14 +822,10 @@ class HoldOnSkip(LRScheduler):
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
-    """Replace a schedule's optimizer, a torch optimizer, by the `ParallelOptimizer` that wraps it.
+    """Replace a schedule's optimizer, a torch optimizer, by the `ParallelOptimizer` that wraps it; also in inner schedules.
 
     Without this, torch's schedules may warn that ``optimizer.step`` was not called, because a `ParallelOptimizer` does
-    not call the wrapped optimizer's `step` in every step.
-
-    Schedules inside ``scheduler`` (in a `SequentialLR` or `ChainedScheduler`) are changed too.
-    If a schedule was created with another optimizer than the wrapped one, this raises ValueError, and nothing is
-    changed.
+    not call the wrapped optimizer's `step` in every step. After an error nothing is changed.
     """
     held = followers(scheduler, optimizer.optimizer)
     _StepNoted(optimizer)

@@ -199,17 +199,14 @@ def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
 
 
 def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
-    """Return ``threshold(steps)`` if the threshold is callable and ``steps`` is not None, else ``threshold`` unchanged."""
     return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
 
 
 def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
-    """Return the initial state ``{"steps": 0.0}`` if any threshold is a function of the number of steps, else no state."""
     return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
 
 
 def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return ``{"steps": state["steps"] + 1}``; empty if ``state`` has no ``"steps"``."""
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
@@ -232,7 +229,6 @@ def check_number_threshold(value: float, name: str, infinite: bool = False) -> N
 
 
 def check_positive(value: float, name: str) -> None:
-    """Raise ValueError unless ``value`` is a finite number above 0; TypeError if it is not a number."""
     check_scalar(value, name)
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{name}={value}: give a finite number > 0")
@@ -429,7 +425,6 @@ class ClipState:
 
 
 def _check_numbers(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is a number, or a list or dict of numbers; NaN is not allowed."""
     if isinstance(value, list):
         list_of(check_number)(value, field)
     elif isinstance(value, dict):
@@ -443,7 +438,6 @@ def _is_per_parameter(begins: Initial) -> bool:
 
 
 def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:
-    """Return True if ``state`` is empty, or if its numbers have the names and shapes of the rule's state."""
     if not state:
         return True
     return state.keys() == initial.keys() and all(

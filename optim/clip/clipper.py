@@ -128,7 +128,6 @@ def multiply_(
 
 
 def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[int]:
-    """Return for each entry of the plan the index of its factor at ``level``."""
     if level == "groups":
         return [entry.group for entry in plan.entries]
     if named is not None:
@@ -181,19 +180,19 @@ class GradScaleInfo(NamedTuple):
     """The factors that gradients still contain, and fields that the measurement sums over all ranks.
 
     Args:
-        pack: Fields that the measurement sums over all ranks. It may have these fields:
+        pack: It may have these fields:
             ``"window_weight"``: the accumulation window's weight per pipeline stage (`window_fields`);
             ``"agreement"``: the sum is 0 if the settings of all ranks agree (`StepAgreement`);
             `SHARD_COUNTS`: for each logical parameter the number of shards with a gradient (`MissingShards`);
             ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled or,
                 in `clip_grad_norm_`, because a rank found an error.
-        scale: The loss scale that gradients still contain. None (default): gradients contain no loss scale.
+        scale: The loss scale that gradients still contain.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
-            ``"window_weight"``. Default: False.
-        data_ranks: The number of ranks over which gradients were averaged. Default: 1.
-        loss_scale: The loss scale of the backward pass, for `GradStats`. None (default): backward used no loss scale.
-        mean_of: The divisor if no rank gave a weight: the number of micro-batches over which the window's gradient is the
-            mean; with ``sum_order="fixed"``, the number of micro-batches of all data ranks. Default: 1.
+            ``"window_weight"``.
+        data_ranks: The number of ranks over which gradients were averaged.
+        loss_scale: The loss scale of the backward pass, for `GradStats`.
+        mean_of: The number of micro-batches over which the window's gradient is the mean; with ``sum_order="fixed"``,
+            the number of micro-batches of all data ranks.
     """
 
     pack: PackedSum
@@ -258,11 +257,7 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
 
 
 def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
-    """Return the ``max_norm`` of all param groups of the model, from the values of every rank.
-
-    ``by_rank`` has for each rank the ``max_norm`` of each of its param groups (None: it has none). Values must be
-    equal.
-    """
+    """Return the ``max_norm`` of all param groups of the model, from the values of every rank."""
     longest = max(by_rank, key=len)
     for rank, own in enumerate(by_rank):
         for index, value in enumerate(own):
@@ -302,17 +297,14 @@ class GradientClipper:
 
     Args:
         params: The tensors whose gradients are clipped, in the order of the plan's entries.
-        regions: For each tensor the part of the full tensor that it holds. None: the part is not known, because shards
-            have unequal sizes.
-        plan: The reduction plan, compared over all ranks (`norm.plan_agreement.agree`).
-        optimizer: The optimizer whose param groups may have a ``max_norm``.
-        checks: Comparisons of replicas, of which the first compares gradients too. The attribute `checks` has those
-            that the next measurement runs.
-        shards: The search for replicas that are declared as shards. It runs together with ``checks``, until it has
-            compared all shards once.
+        regions: For each tensor the part of the full tensor that it holds; None: not known (shards of unequal sizes).
+        checks: Comparisons of replicas, of which the first compares gradients too. The attribute has those that the
+            next measurement runs.
+        shards: The search for replicas that are declared as shards, which runs with ``checks`` until it has compared
+            all shards once.
         norm_type: The p of the norms, unless the rule has a ``norm_type``.
-        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
-            the first measurement with a finite norm, and once more if gradients of replicas were zero in it.
+        check_replicas: True: run ``checks`` in every measurement. Otherwise, run them until the first measurement with
+            a finite norm, and once more if gradients of replicas were zero in it.
         exact: True: measure by `ExactNorm`, whose results do not depend on the number of data ranks.
     """
 
@@ -349,13 +341,11 @@ class GradientClipper:
         self._one: Tensor | None = None
 
     def replan(self, plan: ReductionPlan) -> None:
-        """Replace the plan by ``plan``, which has the same entries and may also have parameter names."""
         self.plan = plan
         self._measurers.clear()
         self._named.clear()
 
     def not_captured(self) -> Iterator[str]:
-        """Yield the reasons why a CUDA graph can't capture this object's next measurement; no item if it can."""
         if self.vote is not None and self.vote.commit is not None:
             yield "commit= is called in Python: leave it out, and decide before a replay"
         if isinstance(self._check_replicas, Fingerprints):
@@ -609,7 +599,6 @@ class GradientClipper:
         )
 
     def _add_named_norms(self, needs: MeasurementSpec, norms: Norms) -> Norms:
-        """Return ``norms`` with the field ``named``, and with ``weights`` per named group if they are needed."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
         named, p = self._named[needs.patterns], needs.norm_type

@@ -102,7 +102,6 @@ class OneShotParams:
 
     @cached_property
     def pending(self) -> Pending:
-        """Return (index, annotation) for each parameter whose spec has tied or partial axes."""
         return [
             (index, annotation)
             for index, annotation in enumerate(self.annotations)
@@ -127,7 +126,6 @@ class OneShotParams:
         ]
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
-        """Return this rank's reduction plan of the parameters. Raises as `entries_of` and `ReductionPlan.of`."""
         named = [param if name is None else (name, param) for name, param in self.given]
         entries = entries_of([named], registry.topology, undeclared_are_replicas=self.undeclared_are_replicas)
         return ReductionPlan.of(entries, registry.topology, registry.global_rank)
@@ -446,11 +444,7 @@ def clip_grad_norm_(
 
 
 def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
-    """Return the checked rule with its state.
-
-    Raise an error if ``max_norm`` is None or out of range, if its rule does not support ``reduction``, or if it needs a
-    `ClipState`.
-    """
+    """Return the checked rule with its state."""
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
         raise ValueError(

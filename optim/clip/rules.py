@@ -360,7 +360,6 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
 
 
 def in_use(max_norm: ClipSpec) -> ClipState | None:
-    """Return a `ClipState` of the rule that ``max_norm`` describes; None if ``max_norm`` is None. Raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
 

@@ -217,10 +217,7 @@ class Reducible(Protocol):
 
 
 class UnreducedGradients:
-    """The gradients of several parameters, which are multiplied by a factor and not summed over ranks.
-
-    ``scale`` is the factor, such as 1 / number of data-parallel ranks.
-    """
+    """The gradients of several parameters, which are multiplied by a factor and not summed over ranks."""
 
     group = None
     adopt = False
@@ -230,10 +227,7 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def start(self) -> Finish:
-        """Scale the gradients in place, and return a function that does nothing.
-
-        Half-precision gradients of float32 parameters become float32 first. A gradient that is None stays None.
-        """
+        """Scale the gradients in place, and return a function that does nothing."""
         widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
@@ -364,16 +358,11 @@ class GradientBucket:
             copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor``, flattened, can be the flat buffer without a copy.
-
-        The bucket must have a single parameter, and ``tensor`` as many elements as the buffer. ``tensor`` must be
-        contiguous and not lazy (`is_lazy`).
-        """
+        """Return True if ``tensor``, flattened, can be the flat buffer without a copy."""
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
     def _views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each parameter (parameter, view of its elements in ``flat``, in the parameter's shape)."""
         return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
@@ -413,11 +402,8 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the axes over which a local gradient must be summed, in the topology's order.
 
-    A tied axis is returned although the sum has only the ranks at its tied coordinates; `sync_ranks` returns these
-    ranks.
-
-    With ``average_data=False``, only partial and tied axes are returned, because other code averages over the
-    data-parallel axes. Over ``averaged`` the gradient is already averaged (`ParameterEntry.averaged`).
+    A tied axis is returned although the sum has only the ranks at its tied coordinates (`sync_ranks`). With
+    ``average_data=False``, only partial and tied axes are returned. Over ``averaged`` the gradient is already averaged.
     """
     spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
@@ -484,16 +470,14 @@ def gradient_buckets(
 ) -> list[Reducible]:
     """Return the buckets that reduce the gradients of one plan's parameters.
 
-    After the reduction, a parameter whose gradient is summed over ranks has a gradient on each of these ranks.
-    Exception: parameters that were frozen after the plan was made. Buckets that are summed over the same ranks have the
-    same order on these ranks. Buckets of gradients that are only scaled come last.
+    After the reduction, a parameter whose gradient is summed over ranks has a gradient on each of these ranks, unless
+    it was frozen after the plan was made. Buckets that are summed over the same ranks have the same order on these
+    ranks. Buckets of gradients that are only scaled come last.
 
-    Args:
     ``params`` are in the order of the plan's entries. With ``average_data=False``, other code averages over the
     data-parallel axes (`DistributedDataParallel`, FSDP); partial and tied gradients are still summed. With ``adopt``,
     gradients of contiguous parameters may become views of the flat buffer. ``only`` is True for the entries whose
-    gradients are reduced. ``bucket_bytes`` is the maximum size of a bucket (None: 32 MiB); a larger parameter gets a
-    separate bucket.
+    gradients are reduced. A parameter larger than ``bucket_bytes`` (None: 32 MiB) gets a separate bucket.
     """
     topology = plan.topology
     by_key, by_scale = _group_params(params, plan, average_data, only)

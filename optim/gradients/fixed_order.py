@@ -88,7 +88,6 @@ def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) ->
 
 
 def levels_of(count: int) -> int:
-    """Return the level of the tree's root for ``count`` micro-batches."""
     return max(count - 1, 0).bit_length()
 
 
@@ -278,11 +277,7 @@ class FixedOrderSum:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Move the gradients of one micro-batch from the parameters into the partial sums.
-
-        Raises:
-            RuntimeError: There are more than ``accumulation_steps`` micro-batches.
-        """
+        """Move the gradients of one micro-batch from the parameters into the partial sums."""
         steps = self._ranks.steps
         if self.micro_batches >= steps:
             raise RuntimeError(
@@ -319,10 +314,7 @@ class FixedOrderSum:
                 bucket.receive(None)
 
     def _start(self, bucket: _Bucket, nodes: list[list[Node]], parts: list[list[Tensor | None]]) -> Finish:
-        """Start to sum one bucket, and return the function that finishes it.
-
-        This rank's partial sums in ``parts`` are freed. ``nodes`` has the nodes of each rank.
-        """
+        """Start to sum one bucket, and return the function that finishes it."""
         count, group = self._ranks.micro_batches, self._ranks.group
         own = [self._packed(values, bucket) for values in parts]
         if group is None:
@@ -366,7 +358,6 @@ class FixedOrderSum:
 
 
 def sum_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which gradients of ``param`` are summed: float32 for half precision, else their own dtype."""
     dtype = gradient_dtype(param)
     return torch.float32 if dtype in HALF_DTYPES else dtype
 

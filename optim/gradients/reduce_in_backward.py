@@ -195,7 +195,6 @@ class ArrivedGradients:
         self._arrived.clear()
 
     def missing(self) -> list[int]:
-        """Return the indices of the parameters that got no gradient since the last `clear`."""
         return [index for index in self._watched if index not in self._arrived]
 
 

@@ -136,10 +136,7 @@ _tried: dict[torch.device, Triton | None] = {}
 
 
 def _on_gpu(device: torch.device) -> Triton | None:
-    """Return the Triton kernels if a trial of them on ``device`` succeeded; otherwise, or if a trial is not possible, None.
-
-    A log message names the reason why a trial failed.
-    """
+    """Return the Triton kernels if a trial of them on ``device`` succeeded; if it failed or is not possible, None."""
     if device not in _tried:
         if not torch.cuda.is_available() or is_captured():
             return None

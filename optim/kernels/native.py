@@ -128,7 +128,6 @@ class Native:
         return self.variant
 
     def supported(self) -> list[str]:
-        """Return the variants that this machine supports, in the order of `VARIANTS`."""
         before, found = self.variant, list[str]()
         for name in VARIANTS:
             with suppress(ValueError):
@@ -208,10 +207,7 @@ def torchs_threads() -> int | None:
 
 
 def built() -> Native | None:
-    """Return the library that was compiled at installation; None if there is none, or if its interface version differs.
-
-    If the version is not `INTERFACE`, a warning is logged.
-    """
+    """Return the library that was compiled at installation; None if there is none, or if its interface version differs."""
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return None
@@ -280,7 +276,6 @@ class SGD:
     nesterov: bool = False
 
     def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
         g = g + self.weight_decay * p
         if states:
             kept = states[0].copy_(self.momentum * states[0] + (1 - self.dampening) * g)
@@ -298,7 +293,6 @@ class Adagrad:
     weight_decay: float = 0.0
 
     def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
         g = g + self.weight_decay * p
         total = states[0].add_(g * g)
         p.sub_(self.lr / (1 + (t - 1) * self.lr_decay) * g / (total.sqrt() + self.eps))

@@ -57,7 +57,6 @@ def noise_of(key: int, number: int, step: int, numel: int) -> Tensor:
 
 
 def round_plainly(source: Tensor, noise: Tensor) -> Tensor:
-    """Return a float32 tensor rounded to bfloat16 with the given noise, [elements] in [0, 2^16)."""
     bits = source.contiguous().view(torch.int32).long()
     rounded = torch.where(source.isnan(), bits, bits + noise.view(source.shape)) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16)

@@ -70,13 +70,8 @@ def powers_of_chunks(
 ) -> None:
     """Sum |x|^p over one chunk of a tensor, or find the largest |x| (p = inf), and write the result to ``cells``.
 
-    Args:
-        addresses: Addresses of the tensors, [n].
-        numels: Numbers of elements of the tensors, [n].
-        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2].
-        cells: Output, [chunks] float64.
-        DTYPE: Dtype of the tensors, as in `native.DTYPES`.
-        POWER: p; 0 means p = inf.
+    ``addresses`` and ``numels`` have one item per tensor; ``chunks`` has the index of the chunk's tensor, and the
+    chunk's index within that tensor. DTYPE is as in `native.DTYPES`. POWER is p; 0 means p = inf.
     """
     cell = tl.program_id(0)
     tensor = tl.load(chunks + 2 * cell)

@@ -81,14 +81,10 @@ def exact_summands(powers: Tensor, top: Tensor) -> Tensor:
 class ExactNorm(GlobalNorm):
     """A `GlobalNorm` whose result does not depend on the number of data ranks, or on how they shard optimizer states.
 
-        norm = ExactNorm(plan, registry, norm_type=2.0)
-        norms = norm([param.grad for param in params])
-
     For p = inf it computes the same as `GlobalNorm`, because a maximum never rounds. For p = 1 and 2 a non-finite
     gradient gives NaN for all norms. ``Norms.extra`` does not depend on the number of ranks if its summands are whole
     numbers.
 
-    ``norm_type`` is 1, 2 or inf.
     Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather. None on a single rank.
     """
 
@@ -190,7 +186,6 @@ def _repeated(counts: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def check_exact(norm_type: float) -> None:
-    """Raise ValueError if there is no exact norm of order ``norm_type``."""
     if norm_type not in (1, 2, inf):
         raise ValueError(
             f"norm_type={norm_type} with sum_order='fixed': give 1, 2 or inf; other powers can't be summed exactly"

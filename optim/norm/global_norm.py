@@ -134,10 +134,7 @@ class GlobalNorm:
     def _unit_and_weight_powers(
         self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """Return this rank's powers of the units' gradients, and of the weights at the level ``weights_at``, if requested.
-
-        They are already divided by the replication factors.
-        """
+        """Return this rank's powers of units' gradients and of weights, if requested, divided by replication factors."""
         found = []
         if self.units is not None:
             found.append(self.units.powers(gradients, self.norm_type, self.plan.replica_weights).to(like))
@@ -208,10 +205,7 @@ class GlobalNorm:
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `_packed`, from one collective per norm bucket and one over all ranks.
-
-        A norm bucket over a single rank needs no collective.
-        """
+        """Return the same as `_packed`, from one collective per norm bucket and one over all ranks."""
         plan = self.plan
         total = powers.new_zeros(self._slots)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
@@ -233,7 +227,6 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return the first parts of the packed vector: one power per param group and, on request, per logical parameter."""
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
@@ -299,10 +292,6 @@ class PackedSum:
         rejected = pack.split(norms.extra)["veto"] > 0
 
     All ranks must pack the same fields in the same order.
-
-    Args:
-        values: This rank's summands of all fields, 1-dim float64.
-        sizes: The length of each field by name, in order.
     """
 
     values: Tensor
@@ -315,7 +304,6 @@ class PackedSum:
         return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
 
     def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Return a new `PackedSum` with ``fields`` appended; this object if ``fields`` is empty."""
         if not fields:
             return self
         sizes = {**self.sizes, **{name: len(values) for name, values in fields.items()}}
@@ -378,10 +366,7 @@ class Named:
         return cls(groups, len(patterns) + 1)
 
     def norms(self, parameters: Tensor, norm_type: float, constants: Constants) -> Tensor:
-        """Return the p-norm of each group, [count]. A group without parameters has norm 0.
-
-        ``parameters`` has the norm of each logical parameter, 1-dim.
-        """
+        """Return the p-norm of each group, [count]. A group without parameters has norm 0."""
         index = constants(("named", self.groups), lambda: self.groups, torch.int64, parameters.device)
         own = index.unsqueeze(1) == torch.arange(self.count, device=parameters.device)
         return p_norm(torch.where(own, parameters.unsqueeze(1), torch.zeros_like(parameters[:1])), norm_type)
@@ -462,11 +447,7 @@ class Units:
         return totals
 
     def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:
-        """Multiply this rank's part of each unit of one parameter by the unit's factor, in place.
-
-        ``index`` is the index of the parameter's entry in the plan. ``factors`` has one factor per unit of the model,
-        [count].
-        """
+        """Multiply this rank's part of each unit of one parameter by the unit's factor, in place."""
         for first, dim, part in self._parts(index, gradient):
             if dim is None:
                 part.mul_(factors[first].to(part))

@@ -50,7 +50,6 @@ class Norms(NamedTuple):
 
 
 def checked_norm_type(norm_type: float) -> float:
-    """Return ``norm_type`` as a float. Raise an error if it is no number, below 1 or NaN."""
     check_scalar(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
     value = float(norm_type)
     if 0 < value < 1:
@@ -128,7 +127,6 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Check four arguments of `ParallelOptimizer`."""
     checked_norm_type(norm_type)
     checked_reduction(reduction)
     if isinstance(check_replicas, Fingerprints):

@@ -135,7 +135,6 @@ class ParamTable:
         return replace(self, rows=rows, plan=replace(self.plan, entries=tuple(row.entry for row in rows)))
 
     def name_of(self, row: SteppedTensor) -> str:
-        """Return the unique name of the row's logical parameter, or the row's own name if the plan has no names."""
         return row.name if row.logical_index is None else self.plan.parameter_names[row.logical_index]
 
 
@@ -146,11 +145,7 @@ def make_table(
     plan: ReductionPlan,
     model_plan: ReductionPlan,
 ) -> ParamTable:
-    """Return the table of the tensors at ``positions``.
-
-    ``positions`` are those after all parameter transforms. `ParamPosition.index` is an index of the entries of
-    ``model_plan``.
-    """
+    """Return the table of the tensors at ``positions``."""
     slots = plan.parameter_slots or (None,) * len(positions)
     rows = tuple(
         SteppedTensor(

@@ -102,11 +102,6 @@ def entries_of(
     parameters. With ``undeclared_are_replicas``, an undeclared parameter is never an error: it counts as replicated
     over all axes for which it has no placement. In both cases the caller must compare the replicas before the first
     step.
-
-    Raises:
-        ValueError: A parameter is undeclared and does not count as replicated, a layout does not fit ``topology``, or the
-            layout of a DTensor can't be described by a spec.
-        TypeError: A parameter is complex or sparse.
     """
     entries, undeclared = [], []
     param_groups = [list(params) for params in param_groups]
@@ -146,10 +141,7 @@ def entries_of(
 def frozen_without_spec(
     param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool
 ) -> set[int]:
-    """Return the `id` of each frozen parameter that `entries_of` would reject: without a spec, or of unsupported layout.
-
-    If the layout of any DTensor is not supported and ``compared`` is True, the result is empty.
-    """
+    """Return the `id` of each frozen parameter that `entries_of` would reject: without a spec, or of unsupported layout."""
     groups = [[param for _, param in pairs] for pairs in param_groups]
     frozen = [param for params in groups for param in params if not param.requires_grad]
     try:
@@ -186,7 +178,6 @@ def count_as_copies(params: Iterable[Tensor]) -> None:
 
 
 def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
-    """Return the axes of ``topology`` over which any DTensor among the parameters has a placement."""
     params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
     annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
     return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
@@ -227,7 +218,6 @@ def check_unused(params: object) -> None:
 
 
 def check_dense_real(tensor: Tensor, name: str) -> None:
-    """Raise TypeError for a complex or sparse tensor, whose norm is not supported."""
     if tensor.is_complex():
         raise TypeError(
             f"{name} is complex ({tensor.dtype}), which is not supported; use a real parameter, and "

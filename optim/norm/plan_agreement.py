@@ -271,10 +271,7 @@ def _hexdigest(declared: Sequence[object]) -> str:
 def _first_disagreement(
     digests: Sequence[Mapping[Holders, str]], topology: Topology
 ) -> tuple[Holders, int, int] | None:
-    """Return (holders, rank, other rank) of the first two ranks whose digests for the same holders differ, else None.
-
-    The result is equal on every rank. ``digests`` has one dict per global rank.
-    """
+    """Return (holders, rank, other rank) of the first two ranks whose digests for the same holders differ, else None."""
     coordinates = [topology.coordinate(rank) for rank in range(topology.world_size)]
     for holders in sorted({key for declared in digests for key in declared}):
         ranks = [rank for rank, coordinate in enumerate(coordinates) if holders.include(coordinate)]

@@ -229,7 +229,6 @@ def means_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -
 
 
 def _by_loop(loop: Callable[..., int], tensors: Sequence[Tensor], dtype: int, kind: int, count: int) -> Tensor:
-    """Return the ``count`` float64 values that a loop computes from contiguous CPU tensors."""
     addresses, numels = array("Q", map(Tensor.data_ptr, tensors)), array("q", map(Tensor.numel, tensors))
     found, threads = torch.empty(count, dtype=torch.float64), torch.get_num_threads()
     (at, _), (lengths, _) = addresses.buffer_info(), numels.buffer_info()

@@ -127,10 +127,7 @@ class ReplicaCheck:
         self.numel = len(plan.parameter_names) * len(self.axes) * len(self.kinds) * WORDS
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Return this rank's summands, [numel] float64. Sum them over all ranks, and give the sums to `mismatches`.
-
-        Reads the parameters, the gradients and the states once. Without ``gradients``, no gradient is compared.
-        """
+        """Return this rank's summands, [numel] float64. Sum them over all ranks, and give the sums to `mismatches`."""
         return self.weighted(self.numbers(gradients))
 
     def numbers(self, gradients: Sequence[Tensor | None] | None) -> Tensor:
@@ -218,7 +215,6 @@ class ReplicaCheck:
         return [(slot, self.axes[axis], self.kinds[kind]) for slot, axis, kind in where]
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
-        """Return one `Mismatch` per parameter, axis and kind of tensor whose replicas differ."""
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
 
@@ -264,10 +260,7 @@ class FingerprintMonitor:
         self._detected: list[tuple[Tensor, Tensor]] = []  # for each check the sums and this rank's hashes
 
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list.
-
-        ``gradients`` has one gradient, or None, per entry of the first check's plan.
-        """
+        """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list."""
         is_due = self._steps % self.every == 0
         self._steps += 1
         if not is_due:
@@ -424,10 +417,7 @@ class EqualShards:
         self.plan, self.axes, self.device = plan, [tuple(of_entry) for of_entry in axes], device
 
     def slots(self, numbers: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return this rank's summands, 1-dim float64: three numbers per parameter name and mesh axis.
-
-        ``numbers`` are the hashes of the weights and of the gradients, from `ReplicaCheck.numbers`.
-        """
+        """Return this rank's summands, 1-dim float64: three numbers per parameter name and mesh axis."""
         topology, names = self.plan.topology, len(self.plan.parameter_names)
         values = torch.zeros(names, len(topology.axes), WORDS + 1, dtype=torch.float64, device=self.device)
         mixed = splitmix64_finalizer(numbers[:, 0]) + numbers[:, 1]
@@ -517,10 +507,7 @@ class TensorHash:
         self._constants = Constants()
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the hash of each tensor, [n] int64, on the device of this object. The hash of None is `NONE`.
-
-        Tensors on other devices are hashed there; then their hashes are copied, with one copy per device.
-        """
+        """Return the hash of each tensor, [n] int64, on the device of this object. The hash of None is `NONE`."""
         sums = torch.full((len(tensors),), NONE, dtype=torch.int64, device=self.device)
         here = [(at, tensor.detach()) for at, tensor in enumerate(tensors) if tensor is not None]
         for device in sorted({tensor.device for _, tensor in here}, key=str):
@@ -596,7 +583,6 @@ def _batches(flat: Sequence[Tensor]) -> list[list[int]]:
 
 
 def odd(number: int) -> int:
-    """Return element ``number`` of a fixed sequence of odd 31-bit numbers."""
     return (number * 0x5851F42D4C957F2D >> 20 & 0x3FFFFFFF) << 1 | 1
 
 

@@ -49,10 +49,7 @@ def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
-    """Return a (name, parameter) pair per parameter of all param groups.
-
-    The name is taken from the param group, else from the parameter's annotation. None: the parameter has no name.
-    """
+    """Return a (name, parameter) pair per parameter of all param groups."""
     named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
         given = group.get("param_names")
@@ -94,7 +91,6 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
 
 def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
-    """Remove ``params`` from the optimizer's param groups, and drop their optimizer states."""
     removed = {id(param): param for param in params}
     for group in optimizer.param_groups if removed else ():
         group.update(replace_params(group, lambda tensor: () if id(tensor) in removed else (tensor,)))
@@ -103,11 +99,7 @@ def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> Non
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """Return a dict with the new ``params`` of a group, without changing the group.
-
-    Each tensor is replaced by the tensors in ``replacement(tensor)``. If the group has ``param_names``, the dict has
-    them too: each new tensor gets the name of the tensor that it replaces.
-    """
+    """Return a dict with the new ``params`` of a group, without changing the group."""
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
     return {**result, "param_names": [name for name, _ in named]} if "param_names" in param_group else result
@@ -582,12 +574,7 @@ class StepObserver:
 class GivenParam:
     """A model parameter, with the dtype and device that it had when the optimizer received it.
 
-    Args:
-        name: The parameter's name for messages.
-        param: The parameter.
-        trained: The value of ``param.requires_grad`` when param groups were last added or refreshed.
-        dtype: The dtype when the optimizer received the parameter.
-        device: The device when the optimizer received the parameter.
+    ``trained`` is the value of ``param.requires_grad`` when param groups were last added or refreshed.
     """
 
     name: str
@@ -602,7 +589,6 @@ class GivenParam:
 
     @property
     def is_converted(self) -> bool:
-        """Return True if the parameter's dtype or device has changed since the optimizer received it."""
         return self.param.dtype != self.dtype or self.param.device != self.device
 
 
@@ -667,11 +653,8 @@ class TransformChain:
     def refresh(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]], plan: ReductionPlan) -> None:
         """Install the transforms over parameters that are new, or that were unfrozen since the last call.
 
-        The transforms, stepped tensors and optimizer states of the other parameters are kept. If a transform raises an
-        error, the param groups are restored.
-
-        ``groups`` has for each param group its (name or None, model parameter) pairs, and ``plan`` is the reduction
-        plan of these parameters, in their order.
+        The other parameters keep their transforms, stepped tensors and states. If a transform raises an error, the
+        param groups are restored. ``plan`` is the reduction plan of the model parameters in ``groups``, in their order.
         Collectives: those of the transforms' `agree` and `install`.
         """
         kept = self.positions, self.given, self.frozen, set(self._prepared)
@@ -745,10 +728,7 @@ class TransformChain:
         return [(name, param) for name, param in [*given, *self.left_out] if param.requires_grad]
 
     def explain(self, error: Exception) -> None:
-        """Raise RuntimeError from ``error`` if the dtype or device of a parameter changed, a likely cause of ``error``.
-
-        Do nothing if no parameter changed, or if ``error`` already has this message.
-        """
+        """Raise RuntimeError from ``error`` if the dtype or device of a parameter changed, a likely cause of ``error``."""
         if (text := self.converted()) and text != str(error):
             raise RuntimeError(text) from error
 
@@ -795,7 +775,6 @@ class TransformChain:
                 update(request)
 
     def take_error(self) -> Exception | None:
-        """Return the first error that an observer of the update raised in this step, and forget it. None: no error."""
         error, self._error = self._error, None
         return error
 
@@ -847,7 +826,6 @@ class TransformChain:
 
     @property
     def stepped(self) -> list[Tensor]:
-        """Return the stepped tensors: the tensors in the optimizer's param groups, in their order."""
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
@@ -863,7 +841,6 @@ class TransformChain:
         ]
 
     def table(self, model_plan: ReductionPlan) -> ParamTable:
-        """Return a table with one record per stepped tensor."""
         grad_tensors = [
             self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
         ]
@@ -873,7 +850,6 @@ class TransformChain:
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
-        """Return the input of the first transform for which ``stops`` is True; if none, the stepped tensor."""
         return next(
             (given for transform, given in zip(self.transforms, at.path, strict=True) if stops(transform, given)),
             at.tensor,
@@ -905,20 +881,16 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """Return the `micro_batch` methods, which return context managers, of the transforms that override it."""
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     @property
     def completes_failed_backward(self) -> bool:
-        """Return True if the functions in `around_backward` issue all collectives even if a backward raises."""
         return all(transform.completes_failed_backward for transform in self._those_with("micro_batch"))
 
     def sliced(self) -> list[SlicedBucket]:
-        """Return the buckets whose gradient sums the transforms need in slices, with ``sum_order="fixed"``."""
         return [bucket for transform in self.transforms for bucket in transform.sliced()]
 
     def summed_in_backward(self) -> list[Tensor]:
-        """Return the parameters whose gradients transforms sum during backward with ``sum_order="fixed"``."""
         return [param for transform in self.transforms for param in transform.summed_in_backward()]
 
     def has_copies(self) -> bool:
@@ -951,11 +923,9 @@ class TransformChain:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of all transforms, which a checkpoint needs in addition to the optimizer's own state."""
         return {key: value for transform in self.transforms for key, value in transform.state_dict().items()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``state`` was saved in another layout or is malformed."""
         for transform in self.transforms:
             transform.check_state(state)
         if "shards" in state and "shards" not in self.state_dict():
@@ -998,10 +968,7 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
-    """Return the error for saved optimizer states that are sharded in another way than the states of the optimizer.
-
-    ``saved`` and ``own`` are ``"shards"`` entries; None: unsharded.
-    """
+    """Return the error for saved optimizer states that are sharded in another way than the states of the optimizer."""
     layouts = [
         f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"
         for shards in (saved, own)

@@ -114,12 +114,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
     """Raise ValueError if the optimizer's result would depend on how the model is divided over ranks.
 
-    * Parameters are sharded (declared or DTensors), and `check_elementwise` rejects the optimizer: its update is not
-      known to be elementwise, or its states are quantized. Optimizers whose step uses collectives are accepted.
-    * Ranks hold different parameters, and `check_each_alone` rejects the optimizer: it computes a value from all of its
-      parameters together.
-
-    ``optimizer.elementwise = True`` turns both checks off.
+    This is so if parameters are sharded and `check_elementwise` rejects the optimizer, or if ranks hold different
+    parameters and `check_each_alone` rejects it. ``entries`` are the plan entries of all stepped parameters; frozen
+    ones are ignored.
     """
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
@@ -140,8 +137,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer computes a value, such as a norm, from all of its parameters together.
 
-    ``optimizer.elementwise = True`` turns the check off. ``why`` is the start of the message: why the optimizer does not
-    step all parameters in one call on one rank.
+    ``optimizer.elementwise = True`` turns the check off.
     """
     for part in parts_of(optimizer):
         name, said = type(part).__name__, getattr(part, "elementwise", False)
@@ -159,11 +155,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError if the optimizer can't step its parameters bucket by bucket.
-
-    It can't if it computes a value from all of its parameters together, or if its step issues collectives. ``why`` is
-    the start of the message: the feature that steps bucket by bucket.
-    """
+    """Raise ValueError if the optimizer can't step its parameters bucket by bucket."""
     check_each_alone(optimizer, why)
     for part in parts_of(optimizer):
         if asks_other_ranks(part):
@@ -193,10 +185,7 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the class or option that quantizes states in blocks; None if states are not quantized.
-
-    The result is also None if ``optimizer.elementwise`` is set, or if the optimizer's step uses collectives.
-    """
+    """Return the name of the class or option that quantizes states in blocks; None if states are not quantized."""
     if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
         return None
     names = (kind.__name__ for kind in type(optimizer).__mro__ if _is_known(kind))
@@ -225,10 +214,7 @@ def _across_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _clips_by_itself(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the maximum norm by which the optimizer itself clips all of its gradients; None: it does not clip them.
-
-    For an optimizer with the attribute ``pre_norm=False``, which some LAMB optimizers have, the result is None.
-    """
+    """Return the maximum norm by which the optimizer itself clips all of its gradients; None: it does not clip them."""
     if getattr(optimizer, "pre_norm", None) is False:
         return None
     return next((value for value in _values(optimizer, "max_grad_norm") if value not in (None, 0.0)), None)

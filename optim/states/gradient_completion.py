@@ -98,29 +98,22 @@ class GradientCompletion:
         ``sum_order="fixed"``. The result is an error that concerns this rank only; raise it after the step's remaining
         collectives.
 
-            An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:
             RuntimeError: One of these cases:
-
                 * A parameter was converted to another dtype or device, or, with one rank, was unfrozen.
                 * torch's data parallelism has not reduced gradients that only it can reduce.
-                * A transform can't use the gradients of the window: backward bypassed the optimizer, or gradients were not
-                  cleared. With one rank, it is also raised if other code wrote weights that have masters; with several
-                  ranks, that error is deferred (`Window.defer`). While a CUDA graph captures the step, it is also raised if
-                  other code wrote weights that have split masters.
-                * In the first window, on every rank: there are no gradients, or gradients that were not multiplied by the
-                  loss scale; a pipeline schedule divided gradients twice; the model has trainable parameters that no
-                  optimizer has; or settings differ between ranks.
-                * In the second and 16th window, on every rank: the step would overwrite weights that other code wrote,
-                  for example through ``.data``.
-            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
-                a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
-                or accelerate also clips.
+                * A transform can't use the gradients of the window: backward bypassed the optimizer, gradients were not
+                  cleared, or other code wrote weights that have masters. With several ranks, the last error is
+                  deferred (`Window.defer`).
+                * In the first window, on every rank: a check of `check_gradients_came` or `ModelParams` fails, or
+                  settings differ between ranks.
+                * In the second and 16th window, on every rank: the step would overwrite weights that other code wrote.
+            TypeError, ValueError: In the first window, on every rank: a gradient has an unsupported kind or layout, a
+                `DistributedDataParallel` wraps a sharded parameter, or a trainer or accelerate also clips.
+
         Collectives: the reductions of buckets and transforms, and those of step observers. Object all-gathers: two in
-            the first window, one in the 16th, and one in the second if a rank has copies of weights (masters,
-            `Offloaded`).
-        Host synchronization: in these three windows. In other windows only if a transform or an observer needs it, as
-            `Offloaded` does after other code wrote weights.
+            the first window, one in the 16th, and one in the second if a rank has copies of weights.
+        Host synchronization: in these three windows. In other windows only if a transform or an observer needs it.
         """
         # After an explicit clip, ``decision`` is not None, but ``phase`` may be "broken" instead of "clipped".
         if window.phase in ("complete", "clipped") or window.decision is not None:

@@ -128,7 +128,6 @@ class HalfStatesTransform(ParamTransform):
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
-        """Yield (parameter, its state, keys of the state tensors that are kept in bfloat16)."""
         for param in params:
             state = self.optimizer.state.get(param, {}) if param in self._keys else {}
             # Sorted, because ranks with replicas may have created their states in different orders.
@@ -151,11 +150,9 @@ class HalfStatesTransform(ParamTransform):
         round_all_(everything, BUCKET_NUMEL // 4, round_by_kernels)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"half_states": {"steps": number of steps, including skipped steps}}``."""
         return {"half_states": {"steps": self.steps}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the saved number of steps is not a whole number >= 0."""
         if "half_states" in state:
             fields({"steps": check_count})(state["half_states"], "half_states")
 

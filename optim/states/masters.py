@@ -44,10 +44,7 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if ``Bf16(split_masters=True)`` is used with an incompatible parameter, setting or optimizer.
-
-    ``params`` are (name, parameter) pairs of all parameters of the optimizer.
-    """
+    """Raise ValueError if ``Bf16(split_masters=True)`` is used with an incompatible parameter, setting or optimizer."""
     if not context.precision.split_masters:
         return
     name = "Bf16(split_masters=True)"
@@ -106,7 +103,6 @@ class SplitMasters(ParamTransform):
     # Written weights -------------------------------------------------------------------------------------------------
 
     def _note_weights(self) -> None:
-        """Record versions and addresses of the weights, to detect later writes by other code."""
         if len(self._weights) != len(self.remainders):
             self._weights = list(self.remainders)
             self._index = {weight: index for index, weight in enumerate(self._weights)}
@@ -283,12 +279,7 @@ def precision_transform(context: PlacementContext) -> ParamTransform:
 
 
 def check_main_grads(context: PlacementContext, accumulation_steps: int | None) -> None:
-    """Raise ValueError if gradients are kept in half precision, and another setting needs float32 gradients.
-
-    A precision mode with masters and ``main_grads=False`` keeps gradients in half precision. Then state placements,
-    ``overlap=True`` and ``accumulation_steps`` > 1 are rejected. ``accumulation_steps=None``, a number of micro-batches
-    per step that is not fixed, is accepted.
-    """
+    """Raise ValueError if gradients are kept in half precision, and another setting needs float32 gradients."""
     if context.precision.main_grads or not context.precision.masters:
         return
     adds = [f"states={type(placement).__name__}(...)" for placement in context.placements]
@@ -426,11 +417,7 @@ class StochasticallyRounded(ParamTransform):
         )
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Prepare the parameters for rounding, and replace none.
-
-        On several ranks, a bfloat16 parameter needs a spec, and a name unless it is tied; otherwise this raises
-        ValueError.
-        """
+        """Prepare the parameters for rounding, and replace none."""
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)
             self._rounding.kernel = round_by_kernels

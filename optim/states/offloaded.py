@@ -118,7 +118,6 @@ class HostBucket:
         return torch.empty_like(host, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of the flat buffer per parameter, with the parameter's shape and memory format."""
         return [flat[start:].as_strided(shape, stride) for start, shape, stride in self._views_of]
 
     # To the CPU ------------------------------------------------------------------------------------------------------
@@ -421,7 +420,6 @@ class OffloadTransform(ParamTransform):
         self._note_versions()
 
     def _arrive(self) -> None:
-        """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
         for bucket in {bucket.device: bucket for bucket in self.buckets}.values():
             bucket.wait()  # uploads to a device complete in order, so those of earlier buckets are complete too
         self._note_versions()
@@ -463,10 +461,7 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStreams]) -> Iterator[HostBucket]:
-    """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype.
-
-    ``streams`` has the streams of transfers per CUDA device. Missing streams are created and added.
-    """
+    """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype."""
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
         kinds.setdefault((param.device, param.dtype, gradient_dtype(param)), []).append(param)
@@ -530,10 +525,7 @@ def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step, copy weights back.
-
-    ``optimizer`` steps CPU copies of ``params``, in their order.
-    """
+    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step, copy weights back."""
     copies = [param for group in optimizer.param_groups for param in group["params"]]
     for copy, gradient in zip(copies, gradients, strict=True):
         copy.grad = None if gradient is None else gradient.to("cpu", copy.dtype)

@@ -110,12 +110,9 @@ def check_caller(
 ) -> None:
     """Raise ValueError if torch's state-dict functions called `state_dict`, and would save wrong states or none.
 
-    The functions of `torch.distributed.checkpoint.state_dict` look up the state of a model parameter by the parameter
-    itself. They don't find states of shards or master weights, and save shards of different ranks as if they were
-    replicas. Only the module that calls `state_dict` shows that these functions are used.
-
-    ``module`` is the name of the module that called `state_dict`, and ``where`` the coordinates of this rank.
-    ``makes_states`` is True if optimizer states exist, or if the step with zero gradients that torch's functions run
+    They look up the state of a model parameter by the parameter itself, so they don't find states of shards or master
+    weights, and save shards of different ranks as if they were replicas. Only the calling ``module`` shows that they
+    are used. ``makes_states`` is True if states exist, or if the step with zero gradients that torch's functions run
     creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
@@ -180,10 +177,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 
 
 def check_states(saved: object) -> None:
-    """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`.
-
-    Tensors are not checked, except a "step".
-    """
+    """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`."""
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
         for name, value in state.items():
@@ -222,15 +216,10 @@ _ELEMENTWISE = frozenset(
 
 
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if saved states of an elementwise optimizer of torch have wrong shapes.
+    """Raise ValueError if states of an elementwise optimizer of torch have wrong shapes, or lack required tensors.
 
-    Also raise it if a parameter of Adam or AdamW has states, but no ``exp_avg`` or ``exp_avg_sq``, or if a parameter of
-    Adagrad has states, but no ``sum``.
-
-    torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. States of
-    other optimizers are not checked.
-
-    The param groups of ``saved`` must have been checked before.
+    torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. The param
+    groups of ``saved`` must have been checked before.
     """
     positions = [position for group in saved["param_groups"] for position in group["params"]]
     saved_of = dict(zip(params_of(optimizer.param_groups), positions, strict=True))
@@ -258,10 +247,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
 
 @dataclass(frozen=True)
 class Saved:
-    """The parts of a `ParallelOptimizer` that have a state, with methods that save, check and load the state dict.
-
-    Loading master weights changes ``model_params``. ``clip`` is the state of a clipping rule; None: there is no rule.
-    """
+    """The parts of a `ParallelOptimizer` that have a state, with methods that save, check and load the state dict."""
 
     optimizer: torch.optim.Optimizer
     chain: TransformChain
@@ -456,7 +442,6 @@ class Recipe:
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    """Construct the optimizer of a recipe with ``make``, its class, load its state, and return it."""
     for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
         if annotation is not None:
             attach(param, annotation)
@@ -511,10 +496,7 @@ class PicklableOptimizer:
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy over copied parameters, without hooks and gradients.
-
-        Errors and collectives are those of the constructor and of `load_state_dict`.
-        """
+        """Return a copy over copied parameters, without hooks and gradients."""
         commit = self._setup.commit
         memo[id(commit)] = commit  # not copied: a callback may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))

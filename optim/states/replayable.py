@@ -153,10 +153,7 @@ class UpdateRecorder(ParamTransform):
 
     @torch.no_grad()
     def replay(self) -> list[str]:
-        """Repeat the last update, and return the names of the tensors that it does not reproduce bitwise.
-
-        It raises RuntimeError if there are no copied inputs.
-        """
+        """Repeat the last update, and return the names of the tensors that it does not reproduce bitwise."""
         if self._inputs is None:
             raise RuntimeError(
                 "no update has been made since the optimizer was created, loaded, reloaded or refreshed, or got a "
@@ -181,7 +178,6 @@ class UpdateRecorder(ParamTransform):
                 group.update(before)
 
     def _put(self, inputs: _Inputs) -> None:
-        """Set the stepped tensors, gradients, optimizer states and param-group options to copies of ``inputs``."""
         copy_each_([*inputs.params], [kept.value for kept in inputs.params.values()])
         for param, kept in inputs.params.items():
             gradient = None if kept.gradient is None else kept.gradient.clone()

@@ -68,10 +68,9 @@ from .elementwise import check_elementwise
 
 
 class ZeroBucket:
-    """A flat bucket of parameters, and this rank's slice of it.
+    """A flat bucket of parameters, of one dtype and device, and this rank's slice of it.
 
     Args:
-        params: Model parameters of one dtype and device.
         axes: The mesh axes over which the bucket is sharded, one slice per rank.
         summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. If
             all axes are data axes, and ``tree`` is None, the sum is divided by the number of ranks.
@@ -80,13 +79,11 @@ class ZeroBucket:
         hook: The communication hook that sums gradients; not used with ``tree``.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
-        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None: the order of
-            the sum depends on the number of ranks.
+        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``.
 
     Attributes:
-        segments: The segments of this rank's slice: ranges of elements of flattened parameters.
-        pieces: One shard per segment, a 1-dim parameter: a view of the model parameter, or a copy of the segment if the
-            model parameter is not contiguous.
+        segments: The ranges of elements of flattened parameters in this rank's slice.
+        pieces: One 1-dim parameter per segment: a view of the model parameter, or a copy if that is not contiguous.
         gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
     """
 
@@ -264,15 +261,11 @@ class ZeroBucket:
         return finish
 
     def end_window(self) -> None:
-        """Set ``gradients`` to the sums of the window if `in_fixed_order` is True; else do nothing."""
         if self._tree is not None:
             self.receive(self._tree.finish())
 
     def receive(self, own: Tensor | None) -> None:
-        """Set ``gradients`` to the parts of ``own``, this rank's slice of the sum.
-
-        If ``own`` is None, after a window without micro-batches, set all ``gradients`` to None.
-        """
+        """Set ``gradients`` to the parts of ``own``, this rank's slice of the sum."""
         if own is None:
             self.gradients = [None] * len(self.segments)
         else:
@@ -302,10 +295,7 @@ class ZeroBucket:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks.
-
-    ``gradients`` has, for each rank of the axis, the gradient per parameter of the bucket.
-    """
+    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks."""
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
     parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
     return [part / len(gradients) if average else part for part in parts]
@@ -395,10 +385,7 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
 
 
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
-    """Return the layout of a 1-dim shard of a parameter with the layout ``spec``.
-
-    The shard's dim is sharded over the parameter's axes and over ``axes``. Its gradient is not partial over ``axes``.
-    """
+    """Return the layout of a 1-dim shard of a parameter with the layout ``spec``."""
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
 
@@ -564,7 +551,6 @@ class Shards(ParamTransform):
         return None
 
     def _is_in_tree(self, decision: ShardingDecision) -> bool:
-        """Return True if ``sum_order="fixed"`` sums gradients over the axes of the decision, and over no other axes."""
         return self._tree is not None and decision.summed and {*decision.axes} == {*self._tree.axes}
 
     def _layouts(
@@ -662,9 +648,7 @@ class Shards(ParamTransform):
         """Return a context manager around the backward of one micro-batch.
 
         With ``gradients=True`` it reduces each bucket, adds the result to this rank's slice of gradients, and frees the
-        parameters' gradients. Otherwise it does nothing.
-
-        With ``gradients=True``, the gradients of the previous window must have been cleared.
+        parameters' gradients. The gradients of the previous window must have been cleared.
         """
         if self._reducer is None:
             yield
@@ -767,7 +751,6 @@ class Shards(ParamTransform):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry ``"shards"``: the axis, its size, and (offset, numel) of each stepped tensor as ``"pieces"``."""
         return {
             "shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._segments[:]}
         }

@@ -133,11 +133,8 @@ class PointerTable:
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
         """Return the arguments of the kernel call that steps all rows and writes their half-precision copies.
 
-        Gradients that are lazily negated, are zeros without memory, or have another element order than their parameter
-        are copied.
-
-        ``grads`` has one gradient per row, at least one, all of the same dtype. ``copies`` are the half-precision
-        copies that the call may write; None: it writes none.
+        ``grads`` has at least one row, and one dtype. Gradients that are lazy, or whose element order differs from
+        their parameter's, are copied.
         """
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
@@ -155,10 +152,7 @@ class PointerTable:
         )
 
     def _writable(self, copies: LowPrecisionOut | None) -> list[Tensor | None]:
-        """Return each row's half-precision copy, or None if the kernels can't write it. Empty if ``copies`` is None.
-
-        The kernels write copies of one dtype, with the element order of the parameter.
-        """
+        """Return each row's half-precision copy, or None if the kernels can't write it. Empty if ``copies`` is None."""
         if copies is None:
             return []
         found = [copies.copies.get(param) for param in self.params]
@@ -222,12 +216,7 @@ class ParamRows:
     def is_valid_for(
         self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders
     ) -> bool:
-        """Return True if the rows can be reused for a param group.
-
-        Parameters, states and remainders must be the same tensors at the same addresses as in the call of `keep`.
-        Parameters and remainders must also have the same dtypes, shapes and strides. ``state`` must have no new
-        entries. No parameter that had neither a gradient nor a state may have a gradient now.
-        """
+        """Return True if the rows can be reused for a param group."""
         now = self._values_now()
         return (
             len(params) == len(self._all_params)
@@ -266,10 +255,7 @@ class ParamRows:
 def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
-    """Return, for each param group, its cached rows for kernels on ``device``; None if they can't be reused.
-
-    While param groups hold only a bucket of the parameters (`by_bucket.holding`), no rows are reused.
-    """
+    """Return, for each param group, its cached rows for kernels on ``device``; None if they can't be reused."""
     spec, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
     found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
@@ -312,10 +298,8 @@ def update_by_loops(
 ) -> None:
     """Update the tensors of ``columns`` in place, with one call of the loops.
 
-    ``factor`` multiplies the gradients; it is negative to maximize. ``found_inf`` is 0-dim float32 on the CPU; 1 skips
-    the update.
-    Raises:
-        MemoryError: The loops could not allocate memory.
+    ``factor`` multiplies the gradients; it is negative to maximize. If ``found_inf``, 0-dim float32 on the CPU, is 1,
+    the update is skipped.
     """
     arrays = columns.fixed, columns.grads, columns.halves, columns.rests, columns.numels, array("d", hyper)
     *tables, numbers = (None if values is None else values.buffer_info()[0] for values in arrays)
@@ -338,13 +322,11 @@ def number(value: float | Tensor) -> float:
 
 
 def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float]:
-    """Return the hyper-parameters of a param group as floats, in the order of the kernels' arguments."""
     values = [group[key] if key == "betas" else (group[key],) for key in spec.hyper]
     return [number(value) for pair in values for value in pair]
 
 
 def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
-    """Return the state names of a param group in the kernels' order, with ``"step"`` last if steps are counted."""
     states = spec.states if spec.last is None or group[spec.last] else spec.states[:-1]
     return (*states, "step") if spec.counted else states
 
@@ -368,7 +350,7 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the C loops or the Triton kernels can step the optimizer.
 
-    It must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether the kernels
+    The optimizer must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether the kernels
     can read a 0-dim tensor, must be True for every hyper-parameter that is a tensor, such as ``lr``.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):

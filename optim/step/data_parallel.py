@@ -75,10 +75,7 @@ the sum does not depend on how many data ranks share the micro-batches of a wind
 
 
 def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
-    """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
-
-    This concerns DTensors, and parameters that are not replicated over the data axes.
-    """
+    """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``."""
     for entry, param in zip(entries, params, strict=True):
         if entry.trained and has_dtensors((param,)):
             raise ValueError(
@@ -126,11 +123,7 @@ class GradSyncController(ABC):
     def averages(self, window: Window) -> bool:
         """Return False if a data-parallel module did not average the window's gradients, so that `step` must do it.
 
-        Call it at the end of a window. True: backward has averaged the gradients, or `hand_over` or this library's
-        gradient buckets will do so.
-
-        Raises:
-            RuntimeError: The gradients can't be reduced correctly any more.
+        Call it at the end of a window. If the gradients can't be reduced correctly any more, it raises RuntimeError.
         """
 
     def not_captured(self) -> str | None:
@@ -174,11 +167,7 @@ class OverlappedReduce(GradSyncController):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around the backward of one micro-batch.
-
-        It raises RuntimeError if an earlier backward of the window has reduced the gradients: they would be reduced
-        twice.
-        """
+        """Return a context manager around the backward of one micro-batch."""
         if self.on and window.reduced:
             raise RuntimeError(
                 "an earlier backward has already reduced the gradients of this step, as overlap=True does in each backward "
@@ -195,16 +184,12 @@ class OverlappedReduce(GradSyncController):
             window.reduced |= reduces
 
     def averages(self, window: Window) -> bool:
-        """Return True, because `step` reduces the gradients that backward has not reduced.
-
-        It raises RuntimeError if a backward outside of `micro_batch` added a gradient after its bucket was reduced.
-        """
+        """Return True, because `step` reduces the gradients that backward has not reduced."""
         if window.reduced:
             self._reducer.check_no_stray()
         return True
 
     def renew(self, reducer: BackwardReducer) -> None:
-        """Replace the reducer by ``reducer``, and remove the old reducer's hooks from the parameters."""
         self._reducer.remove_hooks()
         self._reducer = reducer
 
@@ -223,11 +208,7 @@ class FixedOrderSync(GradSyncController):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around one micro-batch.
-
-        It raises RuntimeError if parameters have gradients before the backward: they would count as part of this
-        micro-batch.
-        """
+        """Return a context manager around one micro-batch."""
         window.reduced = True
         if window.micro_batches == 1:
             self._total.clear()
@@ -244,10 +225,7 @@ class FixedOrderSync(GradSyncController):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Set gradients to sums over the micro-batches of all data ranks, or give slices of them to buckets of `Sharded`.
-
-        Collectives: those of `FixedOrderSum.finish`.
-        """
+        """Set gradients to sums over the micro-batches of all data ranks, or give slices of sums to buckets."""
         self._total.finish()
 
     def clear(self) -> None:
@@ -257,7 +235,6 @@ class FixedOrderSync(GradSyncController):
         return "sum_order='fixed' sums gradients in Python: leave it out"
 
     def renew(self, total: FixedOrderSum) -> None:
-        """Use ``total`` from now on, after param groups were added or refreshed."""
         self._total = total
 
 
@@ -295,12 +272,7 @@ class TorchGradSync(GradSyncController):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around one micro-batch.
-
-        An earlier backward that raised within a `fully_shard` module is an error: torch's hooks then reduce only some
-        gradients until ``reset_iter_state`` of the module is called.
-                gradients until ``reset_iter_state`` of the module is called.
-        """
+        """Return a context manager around one micro-batch."""
         if not self.is_ddp and any(map(has_aborted_backward, self.modules)):
             raise RuntimeError(
                 "an earlier backward raised within a fully_shard module, and torch no longer reduces all gradients of such "
@@ -337,17 +309,14 @@ class TorchGradSync(GradSyncController):
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
         """Raise ValueError if the process group of a `DistributedDataParallel` (DDP) is not the group of the data axes.
 
-        DDP copies the parameters of its first rank to all ranks of its process group, and averages gradients over this
-        group. If the group contains ranks outside the data axes, DDP overwrites their shards and averages gradients of
-        different shards. If a data rank is missing in the group, its gradients do not enter the average. `fully_shard`
-        needs no check, because its DTensors contain its mesh.
+        With ranks outside the data axes, DDP would overwrite their shards with those of its first rank, and average
+        gradients of different shards. `fully_shard` needs no check, because its DTensors contain its mesh.
         """
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
                 check_group(module, module.process_group, registry)
 
     def set(self, on: bool) -> None:
-        """Set whether the modules reduce gradients in the next backward. Call it before the forward."""
         self.on = on
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
@@ -360,8 +329,6 @@ class TorchGradSync(GradSyncController):
 
         Gradients that DDP averaged in earlier micro-batches are equal on all ranks; averaging again changes them by
         rounding only.
-        It raises RuntimeError if `fully_shard` did not reduce gradients in the last micro-batch; only its backward can
-        do so.
         """
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
@@ -372,7 +339,6 @@ class TorchGradSync(GradSyncController):
         return not window.sync_skipped
 
     def check_clearing(self, sync_skipped: bool) -> None:
-        """Raise RuntimeError if `fully_shard` keeps unreduced gradients, because it would add them to later gradients."""
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has gradients that it has not reduced yet, which can't be cleared and would be added to later "
@@ -411,11 +377,8 @@ def find_misplaced_ddp(
 ) -> tuple[str, list[int]] | None:
     """Find a `DistributedDataParallel` (DDP) module over ranks that hold different shards of one of its parameters.
 
-    Such a DDP overwrites the shards with those of its first rank, and averages the gradients of different shards. The
-    function searches all modules of the process, because a parameter has no reference to its DDP module. Parameters
-    that the DDP ignores are accepted.
-    Return the parameter's name and the ranks of the DDP's process group. ``entries`` are the layouts of ``params``, in
-    the same order.
+    Return the parameter's name and the ranks of the DDP's process group. The function searches all modules of the
+    process, because a parameter has no reference to its DDP module. Parameters that the DDP ignores are accepted.
     """
     topology = registry.topology
     sharded: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -455,7 +418,6 @@ def _with_subclasses(base: type[object]) -> set[type[object]]:
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """Return the argument ``data_parallel`` as a list of modules; empty if it is None."""
     if data_parallel is None:
         return []
     if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
@@ -489,10 +451,7 @@ def reducing_module(module: nn.Module) -> nn.Module:
 
 
 def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
-    """Return the controller for torch's or Megatron's data-parallel modules; None if ``modules`` is empty.
-
-    Megatron's class is recognized by its methods, without an import of Megatron.
-    """
+    """Return the controller for torch's or Megatron's data-parallel modules; None if ``modules`` is empty."""
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
         raise TypeError(
@@ -568,7 +527,6 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Finish the reduction of Megatron's gradient buffers, and alias ``.grad`` to ``main_grad`` where it exists."""
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):

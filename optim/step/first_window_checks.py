@@ -99,13 +99,7 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Raise an error if the report of a rank in ``seen`` shows a mistake. All ranks raise the same error.
-
-    Raises:
-        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
-            the optimizer's first step; or a pipeline schedule divided gradients twice.
-        ValueError: A report has the message of an error (`GradientReport.wrong`).
-    """
+    """Raise an error if the report of a rank in ``seen`` shows a mistake. All ranks raise the same error."""
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:
             raise ValueError(f"rank {rank}: {of_rank.wrong}")
@@ -151,7 +145,6 @@ class ModelParams:
         self.modules, self.on_missing = list(modules), on_missing
 
     def missing_from(self, params: Iterable[Tensor]) -> tuple[str, ...]:
-        """Return the names of the modules' trainable parameters that are not in ``params``."""
         own, found = {id(param) for param in params}, dict[int, str]()
         for module in self.modules:
             inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -161,10 +154,7 @@ class ModelParams:
         return tuple(found.values())
 
     def check(self, missing: Sequence[tuple[str, ...]]) -> None:
-        """Raise RuntimeError or warn, on every rank, if a rank has trainable parameters that no optimizer has.
-
-        ``missing`` has the result of `missing_from` on each rank.
-        """
+        """Raise RuntimeError or warn, on every rank, if a rank has trainable parameters that no optimizer has."""
         ranks = [rank for rank, names in enumerate(missing) if names]
         if not ranks:
             return
@@ -185,9 +175,7 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
     """Warn on every rank if all gradients of some rank were written to between the last backward and the first `step`.
 
     The usual cause is torch's gradient clipping, which would clip gradients that are not reduced yet. If only some
-    gradients of a rank were written to, the function does not warn, because such writes are usually intended. Without a
-    loss scale it does not warn either if gradients were already reduced: on a single rank, or averaged over all ranks
-    in backward. Gradients that are DTensors are not observed.
+    gradients of a rank were written to, such writes are usually intended. Gradients that are DTensors are not observed.
     """
     others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
@@ -208,10 +196,7 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
     """Raise RuntimeError if a rank has non-zero gradients although the window has no micro-batch. `step` would ignore them.
 
     Call it only if ``accumulation_steps`` is set.
-
-    A failed all-gather means that other ranks have micro-batches in their window and do not call this function.
-
-    Collectives: an object all-gather. Host synchronization: yes.
+    Collectives: an object all-gather, which fails if other ranks have micro-batches and do not call this function.
     """
     try:
         seen = gather_objects(GradientReport.of(window, params), registry)
@@ -280,7 +265,6 @@ class UnusedParameters:
 
     @property
     def is_last(self) -> bool:
-        """Return True if the next call of `end_window` is the last one, which gathers the findings of all ranks."""
         return self.windows >= WINDOWS - 1
 
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:

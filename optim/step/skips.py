@@ -47,7 +47,6 @@ OnNonfinite = Literal["skip", "raise"] | Skip
 
 
 def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
-    """Return ``on_nonfinite``. Raises ValueError if it is not ``"skip"``, ``"raise"`` or a valid `Skip`."""
     if isinstance(on_nonfinite, Skip):
         on_nonfinite.check()
     elif on_nonfinite not in ("skip", "raise"):
@@ -98,15 +97,10 @@ class SkipMonitor:
     ) -> str | None:
         """Count one step before its update. The step is skipped if ``decision.skipped`` is 1.
 
-        ``captured`` is True if a CUDA graph captures the step: replays then update the counts, and only `poll` reads
-        them. ``facts`` are this rank's settings that the step compares between ranks.
+        Return the reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None:
+        training continues. If the loss was not multiplied by the loss scale, RuntimeError is raised on every rank. If a
+        CUDA graph captures the step (``captured``), replays update the counts, and only `poll` reads them.
 
-        Returns:
-            The reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None: training
-            continues.
-        Raises:
-            RuntimeError: On every rank: the loss was not multiplied by the loss scale `LAG` steps ago or, with
-                ``on_nonfinite="raise"``, in this step.
         Host synchronization: with ``"raise"``, one per checked flag (up to four), and one to read a non-finite norm.
             Otherwise the host only waits for the step `LAG` steps ago.
         """
@@ -229,12 +223,10 @@ class SkipMonitor:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError if "skipped_steps" or "vetoed_steps" in ``state`` is not a valid number of steps."""
         for name in ("skipped_steps", "vetoed_steps"):
             check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts of skipped and rejected steps (0 if not in ``state``), and set all other counts to 0."""
         self.counts.zero_()
         self.counts[0], self.counts[3] = state.get("skipped_steps", 0), state.get("vetoed_steps", 0)
         self._step = 0

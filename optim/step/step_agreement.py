@@ -61,7 +61,6 @@ class ClipFacts(NamedTuple):
     thresholds: tuple[object, ...] = ()
 
     def as_text(self) -> dict[str, str]:
-        """Return the rules and thresholds as text, by name, for error messages."""
         texts = {EXPLICIT: ", then ".join(map(_call_text, self.explicit)) or "none"}
         if not self.explicit:
             texts["max_norm"] = _rule_text(self.rule)
@@ -93,15 +92,11 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the rule from the optimizer's ``max_norm``."""
         self._of_rule = hash_of("max_norm", _rule_text(rule, reads_devices=False))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts`, `number` and `tensors`; return True if they were computed anew.
-
-        ``explicit`` has the rules of explicit clips in the window. The thresholds are the ``max_norm`` of the param groups.
-        """
+        """Update `facts`, `number` and `tensors`; return True if they were computed anew."""
         if self._on_cpu and [tensor.tolist() for tensor in self._on_cpu] != self._values:  # changed in place
             rule, self.facts = self.facts.rule, ClipFacts()
             self.set_rule(rule)
@@ -131,7 +126,6 @@ class UsedClip:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in ``value``: a tensor, a tuple, or a clipping rule that is a dataclass, also nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -143,10 +137,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
-    """Return True if two rules are one object, or are both `ByNorm` or both `ByValue` with equal arguments.
-
-    Arguments are equal if they are one object, or floats of equal value. Host synchronization: none.
-    """
+    """Return True if two rules are one object, or are both `ByNorm` or both `ByValue` with equal arguments."""
     if one is other:
         return True
     if not isinstance(one, ByNorm | ByValue) or type(one) is not type(other):
@@ -277,10 +268,7 @@ class Settings(NamedTuple):
 class _Group:
     """The settings of one param group, such as its learning rate, with a hash, which `read` updates.
 
-    Attributes:
-        number: The sum of the hashes of the settings.
-        settings: The settings at the last call of `read`.
-        tensors: The settings that are tensors on a device, each with a hash of its key.
+    ``tensors`` has the settings that are tensors on a device, each with a hash of its key.
     """
 
     def __init__(self, index: int, ranks: _Class) -> None:
@@ -323,7 +311,6 @@ class _Group:
         return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])
 
     def _find_tensors(self) -> None:
-        """Record which settings are tensors on a device, and which may be changed in place."""
         self._mutable, self.tensors = [], []
         for at, (key, value) in enumerate(zip(*self.settings, strict=True)):
             items = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else ()
@@ -442,12 +429,9 @@ class StepAgreement:
     ) -> int:
         """Return this rank's summand, an integer. The sum over all ranks is 0 if all compared values are equal.
 
-        A parameter in ``params.thawed``, which was unfrozen without `refresh`, makes the sum differ from 0, because no step
-        updates it. So does the error ``errors.now``. Settings that are tensors on a device are compared by `of_tensors`
-        instead.
-
-        ``weight`` is the sum of the micro-batches' weights; None: they have no weights. ``explicit`` has the rules of
-        explicit clips in the window.
+        A parameter in ``params.thawed`` makes the sum differ from 0, because no step updates it. So does
+        ``errors.now``. Settings that are tensors on a device are compared by `of_tensors` instead. ``weight`` is the
+        sum of the micro-batches' weights; None: they have no weights.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
@@ -486,7 +470,6 @@ class StepAgreement:
         return self._errors_number(errors)
 
     def _errors_number(self, errors: ErrorFacts) -> int:
-        """Return the summand of the result of `number` for ``errors``; 0 if there are no errors."""
         if errors != self._errors:
             self._errors = errors
             self._of_errors = self._world.term(FAILED_STEPS, errors.failed) if errors.failed else 0
@@ -673,7 +656,6 @@ UNNAMED = (
 
 
 def thawed_text(name: str, where: str = "") -> str:
-    """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
         f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, so no step would update "
         "the parameter: after requires_grad_(True), call optimizer.refresh() on every rank, between two steps. If there "

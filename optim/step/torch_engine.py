@@ -34,11 +34,7 @@ from .wrapped_optimizer import asks_other_ranks, own_calls, parts_of
 def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context manager that sets ``capturable`` in param groups while a CUDA graph captures the update.
 
-    torch's Adam requires ``capturable`` in a capture. It is set only then, because torch warns about it without a
-    graph.
-
-    It raises RuntimeError if other parameters have states and a parameter has its first gradient, for which each replay
-    would create a state.
+    torch's Adam requires ``capturable`` in a capture, and warns about it without a graph.
     """
     if not is_captured():
         yield
@@ -134,10 +130,8 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
     """Give states and gradients the strides of their parameters, before torch's fused kernels step.
 
-    Strides of states are not checked again if the states are the same tensors as in an earlier step, and types, dtypes,
-    shapes and strides of the parameters are unchanged. If, in addition, all parameters have gradients, and types, dtypes,
-    shapes and strides of the gradients are unchanged, strides of gradients are not checked again either. All strides are
-    checked while param groups hold only a bucket of the parameters (`by_bucket.holding`).
+    Strides are not checked again while the states are the same tensors, and types, dtypes, shapes and strides of
+    parameters (and for gradients: of all gradients) are unchanged.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if by_bucket.holders:  # param groups hold some of the parameters or temporary copies, so nothing is recorded
@@ -222,7 +216,6 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _has_usual_strides(param: Tensor) -> bool:
-    """Return True if ``param`` is dense. If it is empty, return True if it has the strides of a new tensor."""
     if param.numel():
         return is_non_overlapping_and_dense(param)
     return param.stride() == torch.empty(param.shape, device="meta").stride()
@@ -329,11 +322,7 @@ def step_correctly(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_miscomputed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> bool:
-    """Return True if torch's fused SGD would update a half-precision CPU parameter in ``params`` incorrectly.
-
-    It is False for other optimizers, and in torch versions without this bug. Frozen parameters without a gradient are
-    ignored.
-    """
+    """Return True if torch's fused SGD would update a half-precision CPU parameter in ``params`` incorrectly."""
     if not isinstance(optimizer, torch.optim.SGD) or not any(group.get("fused") for group in optimizer.param_groups):
         return False
     stepped = (param for param in params if param.requires_grad or param.grad is not None)
@@ -363,7 +352,6 @@ def step_within(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _no_global_hooks() -> Iterator[None]:
-    """Return a context manager that disables the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
     registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [(hooks, dict(hooks)) for hooks in registries]
     for hooks in registries:

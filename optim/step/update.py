@@ -87,11 +87,7 @@ class UpdateEngine:
         update(request)
 
     def step(self, request: UpdateRequest) -> None:
-        """Call the functions of `invalidate_before_updates`, then update the parameters that are now in the param groups.
-
-        If ``request.skip`` is 1, all parameters keep their values. A parameter whose flag in ``request.skip_of`` is 1 keeps
-        its value.
-        """
+        """Call the functions of `invalidate_before_updates`, then update the parameters in the param groups now."""
         for forget in _CACHES:
             forget()
         apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
@@ -230,26 +226,21 @@ def _on_cpu(request: UpdateRequest) -> UpdateRequest:
 
 @contextmanager
 def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
-    """Return a context manager in which the param groups hold only the parameters in ``bucket`` (None: all parameters).
-
-    Parameters of fused optimizers that have gaps in memory are replaced by dense copies (`dense_stand_ins`).
-    """
+    """Return a context manager in which the param groups hold only the parameters in ``bucket`` (None: all parameters)."""
     with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
         yield
 
 
 def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
-    """Divide the parameters into buckets, and return them. Parameters in different buckets must not be stepped in one call.
+    """Divide the parameters into buckets, which must be stepped in separate calls; ``[None]``: one call can step all.
 
-    The list ``[None]`` means that one call can step all parameters. A fused optimizer has separate buckets for these
-    kinds of parameters:
+    A fused optimizer has separate buckets for these parameters, so that the update of a parameter does not depend on
+    the other parameters of its rank, and replicas on ranks with different parameters stay equal:
 
     * float64 parameters, because their gradients are scaled in place (`update_by_torch`)
     * half-precision parameters of an SGD on a CPU with a torch version that loses their updates (`is_miscomputed`)
-    * with momentum and dampening, parameters without a momentum buffer, because the device can't skip their first update
-
-    Therefore the update of a parameter does not depend on the other parameters of its rank, and replicas on ranks with
-    different parameters stay equal.
+    * with momentum and dampening, parameters without a momentum buffer, because the device can't skip their first
+      update
     """
     groups = optimizer.param_groups
     if asks_other_ranks(optimizer) or not any(group.get("fused") for group in groups):
@@ -338,11 +329,7 @@ def check_steps_on_gpu(optimizer: torch.optim.Optimizer) -> None:
 
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer may step its parameters in several calls, with the same result as in one call.
-
-    It is False if `steps_on_device` is False, and for optimizers with step hooks, SGD with momentum and dampening, and
-    full-tensor optimizers.
-    """
+    """Return True if the optimizer may step its parameters in several calls, with the same result as in one call."""
     hooks = any(map(has_step_hooks, parts_of(optimizer)))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     whole = any(map(asks_other_ranks, parts_of(optimizer)))
@@ -368,10 +355,7 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
-    """Return the Triton kernels if `triton_on` returns them and they support the optimizer; None otherwise.
-
-    The kernels' device is the device of ``found_inf``, the 0-dim skip flag. ``factor`` is the factor on gradients.
-    """
+    """Return the Triton kernels if `triton_on` returns them and they support the optimizer; None otherwise."""
     device = found_inf.device
     kernels = triton_on(device)
     if kernels is None:

@@ -101,10 +101,7 @@ class LowPrecisionOut:
 
 
 class SplitWeights:
-    """The update of split weights, bucket by bucket. A split weight is a bfloat16 weight with an int16 remainder.
-
-    In each bucket, weights and remainders are joined to float32 masters, stepped, and split again.
-    """
+    """The update of split weights, bucket by bucket. A split weight is a bfloat16 weight with an int16 remainder."""
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
         self.remainders = remainders

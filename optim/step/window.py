@@ -70,7 +70,6 @@ class Weight:
 
     @torch.no_grad()
     def add(self, weight: float | Tensor) -> None:
-        """Add the weight of one micro-batch, a number or a 0-dim tensor."""
         if isinstance(weight, Tensor) and not isinstance(self.value, Tensor):
             if self.sum is None or self.sum.device != weight.device:
                 self.sum = torch.zeros((), dtype=accumulation_dtype(weight.device), device=weight.device)
@@ -116,7 +115,6 @@ _PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionar
 
 
 def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
-    """Return the `WindowPlace` of this rank, cached per registry."""
     place = _PLACES.get(registry)
     if place is None:
         place = _PLACES[registry] = WindowPlace.of(registry)
@@ -318,10 +316,7 @@ class Window:
         return not found.is_still(self._stepped_with)
 
     def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
-        """Return the number of gradients written in place since the last micro-batch, and the number of observed gradients.
-
-        Gradients are observed until `grads_checked` is True. Gradients that are DTensors are never observed.
-        """
+        """Return the numbers of gradients written in place since the last micro-batch, and of observed gradients."""
         written = [before for before in self._recorded if before.was_written(params[before.position].grad)]
         return len(written), len(self._recorded)
 
@@ -331,12 +326,10 @@ class Window:
 
     @property
     def weight(self) -> float | Tensor:
-        """Return the weight of this rank's micro-batches so far, a number or a 0-dim tensor; 0 without weights."""
         return self._weight.value
 
     @property
     def has_weight(self) -> bool:
-        """Return True if this rank's weight is a tensor or is not 0."""
         return isinstance(self.weight, Tensor) or self.weight != 0
 
     @property
@@ -362,19 +355,14 @@ class Window:
 
     @property
     def count(self) -> int:
-        """Return the divisor of the window's summed gradients if no micro-batch of any rank was given a ``weight=``.
-
-        It is the number of micro-batches with ``accumulation_steps``, else 1.
-        """
+        """Return the divisor of the window's summed gradients if no micro-batch of any rank was given a ``weight=``."""
         return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
     def is_full(self) -> bool:
-        """Return True if the window has all of its micro-batches; always True if the caller decides when to step."""
         return self.steps is None or self.micro_batches >= self.steps
 
     def not_captured(self, device: torch.device) -> Iterator[str]:
-        """Yield the reasons why a CUDA graph can't capture a step of this window, with gradients on ``device``."""
         if not self.is_full:
             yield (
                 f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, and replays would not "
@@ -386,12 +374,10 @@ class Window:
 
     @property
     def is_unused(self) -> bool:
-        """Return True if ``accumulation_steps`` is set and the window has no micro-batch yet."""
         return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
-        """Return True if ``accumulation_steps`` is set and the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
     def ends(self, final: bool, may_defer: bool = False) -> bool:
@@ -457,10 +443,7 @@ class Window:
         device: torch.device,
         facts: int | None,
     ) -> tuple[PackedSum, WindowPlace]:
-        """Return the result of `window_fields`, and this rank's `WindowPlace`.
-
-        The fields are cached, unless the weight is a tensor or a CUDA graph captures the step.
-        """
+        """Return the result of `window_fields`, and this rank's `WindowPlace`."""
         if self.captured or isinstance(weight, Tensor):
             return window_fields(weight, registry, device, vote, facts), place_of(registry)
         key = weight, vote, registry, device, facts is None
@@ -488,7 +471,6 @@ class Window:
         self.error = self.error or error
 
     def take_error(self) -> Exception | None:
-        """Return the error of `defer`, and forget it. None: no error."""
         error, self.error = self.error, None
         return error
 
@@ -516,11 +498,7 @@ class Window:
         around: Sequence[Callable[[Window], AbstractContextManager[None]]],
         several: bool = False,
     ) -> Iterator[None]:
-        """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken.
-
-        ``around`` are functions of this window; each returns a context manager to enter around the backward. With
-        ``several``, the micro-batch may have several backward calls.
-        """
+        """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken."""
         if self.entered:
             raise RuntimeError(
                 "optimizer.backward() or optimizer.window() was called within optimizer.window(), which would count one "
@@ -611,11 +589,9 @@ class Window:
         self.micro_batches += 1
 
     def complete(self) -> None:
-        """Mark the gradients as reduced. A broken window stays broken."""
         self.phase, self.sync_skipped = "broken" if self.phase == "broken" else "complete", False
 
     def clipped(self, decision: StepDecision) -> None:
-        """Mark the gradients as unscaled and clipped by an explicit call. A broken window stays broken."""
         self.phase, self.decision = "broken" if self.phase == "broken" else "clipped", decision
 
     def _check_gradients(self, params: Sequence[Tensor]) -> None:
@@ -699,10 +675,7 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def last_of(cls, params: Sequence[Tensor], trained: bool = False) -> _Gradient | None:
-        """Return the record of the gradient of the last parameter that has a gradient; None: no parameter has one.
-
-        With ``trained``, only parameters that require a gradient are considered.
-        """
+        """Return the record of the gradient of the last parameter that has a gradient; None: no parameter has one."""
         for index in range(len(params) - 1, -1, -1):
             gradient = params[index].grad
             if gradient is not None and (params[index].requires_grad or not trained):
@@ -711,7 +684,6 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def all_of(cls, params: Sequence[Tensor]) -> list[_Gradient]:
-        """Return one record per gradient of the parameters, except gradients that are DTensors."""
         gradients = ((index, param.grad) for index, param in enumerate(params))
         return [
             cls(index, weakref.ref(gradient), gradient._version)
@@ -720,11 +692,9 @@ class _Gradient(NamedTuple):
         ]
 
     def was_written(self, now: Tensor | None) -> bool:
-        """Return True if ``now`` is the recorded gradient and was written to in place since it was recorded."""
         return now is not None and self.tensor() is now and now._version != self.version
 
     def is_still(self, before: _Gradient | None) -> bool:
-        """Return True if this record and ``before`` have the same gradient tensor, and it was not written to in between."""
         if before is None or (self.position, self.version) != (before.position, before.version):
             return False
         return self.tensor() is before.tensor() is not None

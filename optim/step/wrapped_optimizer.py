@@ -81,11 +81,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer with index ``param_group["optimizer"]``, with that optimizer's defaults.
-
-        Raises:
-            ValueError: The index is missing or out of range. Other errors: those of the optimizer's `add_param_group`.
-        """
+        """Add a param group to the optimizer with index ``param_group["optimizer"]``, with that optimizer's defaults."""
         if not self._parts:
             self.param_groups.append(param_group)  # the call from torch's constructor, before parts exist
             return
@@ -195,17 +191,12 @@ def _check(parts: Sequence[object]) -> None:
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a `CombinedOptimizer`; a list with ``optimizer`` itself otherwise."""
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context manager that undoes the combination of a `CombinedOptimizer` if its body raises.
-
-    The combined optimizers then get their original param groups and states back. If the body does not raise, the
-    originals are dropped. For another optimizer nothing happens.
-    """
+    """Return a context manager that undoes the combination of a `CombinedOptimizer` if its body raises."""
     try:
         yield
     except BaseException:
@@ -217,7 +208,6 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's class name; for a combination, the class names joined by " + "."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
@@ -275,7 +265,6 @@ class CallGuard:
             )
 
     def owner(self) -> Any:
-        """Return the newest `ParallelOptimizer` that wraps the optimizer; None: all have been garbage-collected."""
         return next((owner for ref in reversed(self._owners) if (owner := ref()) is not None), None)
 
     def add_owner(self, owner: object) -> None:
@@ -317,10 +306,7 @@ def _forwarded(
 
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Make ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists.
-
-    The methods in `FORWARDED` then call the methods of ``owner``, as `CallGuard` describes.
-    """
+    """Make ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists."""
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)
@@ -328,7 +314,6 @@ def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``optimizer`` has step hooks other than `CallGuard`."""
     others = any(type(hook) is not CallGuard for hook in _step_pre_hooks(optimizer).values())
     return others or bool(optimizer._optimizer_step_post_hooks)
 
@@ -339,7 +324,6 @@ def _step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 
 def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the forwarding replacements from ``optimizer``, so that it has the methods of its class again."""
     for name in FORWARDED:
         if hasattr(vars(optimizer).get(name), "_meshstep_forwarded"):
             del vars(optimizer)[name]

@@ -93,9 +93,7 @@ class _Declared(NamedTuple):
 class Setup:
     """The arguments of one `ParallelOptimizer`, with methods that check them and create the objects that a step uses.
 
-    The fields have the names of the constructor's arguments. ``wrong_call`` is the error for an unknown argument, for a
-    value that is given twice, or for an optimizer that is already wrapped; `agreed_plan` raises it on all ranks. None
-    (default): there is no such error.
+    ``wrong_call`` is an error of the call, such as an unknown argument; `agreed_plan` raises it on all ranks.
     """
 
     optimizer: torch.optim.Optimizer
@@ -129,8 +127,7 @@ class Setup:
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
         """Return ``groups`` without frozen parameters that lack a supported spec, and a list of these parameters.
 
-        The optimizer leaves such parameters out, so a frozen model needs no declarations. Each group is a sequence of
-        (name, parameter) pairs. In the list, a parameter without a name is described by its shape.
+        The optimizer leaves such parameters out, so a frozen model needs no declarations.
         """
         left_out = frozen_without_spec(groups, self.registry.topology, compared=bool(self.check_replicas))
         kept = [[pair for pair in group if id(pair[1]) not in left_out] for group in groups]
@@ -142,12 +139,8 @@ class Setup:
     ) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
         """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
 
-        ``left_out`` has the names of the parameters that `with_spec` left out. The result is the plan; the ``max_norm``
-        of the param groups; and the object that compares settings between ranks in each step (None if there is one
-        rank).
-
-        On every rank, it raises an error if an argument or parameter of any rank is invalid, if ranks have different
-        arguments or declarations, or if ranks are in different calls of this library.
+        Also return the ``max_norm`` of the param groups, and the object that compares settings between ranks in each
+        step (None: there is one rank). Errors are raised on every rank.
         Collectives: an object all-gather, and a second one if ranks have different declarations or uneven shards.
         """
         topology = self.registry.topology
@@ -379,10 +372,7 @@ class Setup:
         )
 
     def chain(self, precision: Precision, plan: ReductionPlan) -> TransformChain:
-        """Install the parameter transforms over the optimizer's param groups, in place, and return their chain.
-
-        ``plan`` is the result of `agreed_plan` for these param groups. Collectives: those of the transforms.
-        """
+        """Install the parameter transforms over the optimizer's param groups, in place, and return their chain."""
         context = self.context(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         transforms = [placement.transform(context) for placement in self.placements]
@@ -418,8 +408,7 @@ class Setup:
     ) -> FingerprintMonitor | None:
         """Return the monitor that compares replicas during the whole run; None if `Fingerprints` is not used.
 
-        Warns if this rank has parameters but no replicas. ``masters`` (True if the mode has master weights) and the state
-        placements decide which tensors are compared. Both are equal on all ranks, including ranks without stepped tensors.
+        ``masters`` and the state placements, which are equal on all ranks, decide which tensors are compared.
         """
         topology, placed = table.plan.topology, bool(self.placements)
         if not isinstance(self.check_replicas, Fingerprints):
@@ -445,9 +434,7 @@ class Setup:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
         With ``overlap`` it also has the buckets that are reduced during backward; `switch` returns their controller.
-        Without ``agreement``, settings are not compared between ranks.
-
-        Collectives: with ``overlap``, an object all-gather.
+        Then an object all-gather is issued.
         """
         plan, measured = table.model_plan, table.grad_tensors
         leaves = {id(row.leaf) for row in table}
@@ -474,8 +461,7 @@ class Setup:
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Return the controller of gradient reduction in backward; None: `step` or a state placement reduces gradients.
 
-        ``before`` is the controller before param groups were added or refreshed, which is updated and returned; None:
-        there was none.
+        ``before``, the controller before param groups were added or refreshed, is updated and returned.
         """
         if self.sum_order == "fixed":
             total = self._fixed_order_sum(completion.chain, completion.table.model_plan)
@@ -534,11 +520,7 @@ class Setup:
 def replica_checks(
     table: ParamTable, given: Sequence[GivenParam], device: torch.device
 ) -> tuple[list[ReplicaCheck], EqualShards]:
-    """Return the checks for ``check_replicas``: comparisons of replicas, and a search for replicas declared as shards.
-
-    ``table`` has a plan that was compared over all ranks and has parameter names. ``device`` is the device of the
-    hashes.
-    """
+    """Return the checks for ``check_replicas``: comparisons of replicas, and a search for replicas declared as shards."""
     topology = table.plan.topology
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
     if table.plan.sharded_over is not None:  # equal shards do not imply equal replicas of the full parameters
@@ -564,10 +546,7 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 
 
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
-    """Return True if a CUDA graph is being captured, False otherwise.
-
-    If there are reasons against the capture, which ``not_captured`` returns, this raises RuntimeError with all of them.
-    """
+    """Return True if a CUDA graph is being captured, False otherwise."""
     if not is_captured():
         return False
     if reasons := not_captured():
@@ -789,9 +768,8 @@ _NEW_NAMES = {"per_parameter": "per_parameter_norms", "exchange": "compression"}
 def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: str) -> TypeError | None:
     """Copy the values of a `Measure` and of a `Reduce` into ``options``, with a DeprecationWarning for each object.
 
-    ``other`` has keyword arguments of other names; a `Measure` is removed from it. ``data_parallel`` in ``options`` may
-    be a `Reduce`; it becomes None. Return the error for a value that is given both in ``options`` and in a `Measure` or
-    `Reduce`; None if there is none. An argument with its default value counts as not given.
+    Return the error for a value that is given both in ``options`` and in a `Measure` or `Reduce`; None if there is
+    none. An argument with its default value counts as not given.
     """
     error = None
     if isinstance(measure := other.get("measure"), Measure):
@@ -806,8 +784,7 @@ def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: s
 def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
     """Copy the fields of ``record`` that differ from their defaults into ``options``, with a DeprecationWarning.
 
-    If ``options`` has a value other than the default for such a field, even the same value, return a TypeError and
-    change nothing. Otherwise return None.
+    If ``options`` has such a field, even with the same value, return a TypeError and change nothing.
     """
     given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}

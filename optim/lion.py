@@ -102,8 +102,8 @@ class Lion(torch.optim.Optimizer):
     def _step(self, group: Mapping[str, Any], params: list[Tensor], skip: Tensor | None, scale: Tensor | None) -> None:
         """Update parameters that have the same device, dtype and gradient dtype.
 
-        Each of ``params`` has a gradient. ``skip`` is 0-dim; a positive value leaves weights and momenta unchanged.
-        ``scale`` is 0-dim; the gradients are divided by it.
+        A positive ``skip`` leaves weights and momenta unchanged. The gradients are divided by ``scale``. Both are
+        0-dim.
         """
         (b1, b2), lr, device = group["betas"], group["lr"], params[0].device
         for param in params:

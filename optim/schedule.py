@@ -40,11 +40,7 @@ from .parallel_optimizer import ParallelOptimizer
 
 
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
-    """Register a bound method as a step hook that does not keep the method's object alive.
-
-    The hook is removed when that object is garbage-collected. ``register`` is ``register_step_pre_hook`` or
-    ``register_step_post_hook`` of an optimizer.
-    """
+    """Register a bound method as a step hook that does not keep the method's object alive."""
     owner: Any = method.__self__  # type: ignore[attr-defined]
     finalize(owner, register(weakly(method)).remove).atexit = False
 
@@ -146,15 +142,14 @@ class Hold:
     The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
     call of `step`, as when a CUDA graph replays its steps, the skip flag of the optimizer's last step is read again.
 
-    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` advances the
-    schedule at once, and `settle` undoes the advance if the optimizer's step was skipped. Without ``take_back``,
-    `settle` advances the schedule if the step was taken. A hook of the optimizer calls `settle` before the optimizer's
-    next step. A replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if
-    no hook ran since the last call of `step`.
+    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, which undoes the last
+    advance, `step` advances the schedule at once, and `settle` undoes the advance if the optimizer's step was skipped.
+    Without ``take_back``, `settle` advances the schedule if the step was taken. A hook of the optimizer calls `settle`
+    before the optimizer's next step. A replayed CUDA graph does not run this hook. So without ``take_back``, `step`
+    waits for the decision if no hook ran since the last call of `step`.
 
-    ``take_back`` undoes the last advance; None: an advance can't be undone. With ``hold_on_skip=False``, the schedule
-    also advances after skipped steps, without host synchronization; otherwise there is one host synchronization per
-    step on a GPU. The hooks of the optimizer keep neither this object nor the schedule alive.
+    With ``hold_on_skip=False``, the schedule also advances after skipped steps, without host synchronization. The hooks
+    keep neither this object nor the schedule alive.
     """
 
     def __init__(
@@ -194,9 +189,6 @@ class Hold:
 
     def settle(self) -> None:
         """Read the pending step decision, if there is one, and correct the schedule's position.
-
-        If the schedule already advanced and the step was skipped, the advance is undone. If it did not advance yet and
-        the step was taken, it advances now.
 
         Host synchronization: one if a decision is pending on a GPU.
         """
@@ -836,11 +828,7 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
 
 
 def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]:
-    """Return ``scheduler`` and all schedules inside it, for example in a `SequentialLR` or a `ChainedScheduler`.
-
-    The attributes of ``scheduler``, and lists and tuples in them, are searched for schedules. All of these must have
-    been created with ``optimizer``.
-    """
+    """Return ``scheduler`` and all schedules inside it, for example in a `SequentialLR` or a `ChainedScheduler`."""
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give an LRScheduler of torch or meshstep")
     if scheduler.optimizer is not optimizer:

@@ -70,8 +70,7 @@ class Segment:
 class FlatBucket:
     """The position of each parameter in one flat buffer. The buffer is divided into slices of equal length.
 
-    ``indices`` of the parameters in the caller's list are ascending. ``slices`` is one per rank for a reduce-scatter,
-    and 1 for an all-reduce.
+    ``indices`` are ascending. ``slices`` is one per rank for a reduce-scatter, and 1 for an all-reduce.
     """
 
     indices: tuple[int, ...]
@@ -120,10 +119,8 @@ def _aligned(numel: int) -> int:
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
     """Return flat buckets of the parameters. The bucket of the last parameters comes first.
 
-    Backward usually computes the gradients of the last parameters first, so it fills the buckets in this order.
-
-    ``bucket_numel`` is the maximum number of elements per bucket, without padding. A larger parameter gets a separate
-    bucket.
+    Backward usually fills the buckets in this order. A parameter with more than ``bucket_numel`` elements gets a
+    separate bucket.
     """
     runs: list[list[int]] = []
     size = 0
@@ -283,10 +280,7 @@ class GradientBucket:
     def all_reduce(self) -> Finish:
         """Start to sum the gradients over the group, and return a function that finishes the sum.
 
-        A gradient that is None counts as zeros, and is set to the sum if the parameter requires a gradient at that
-        time.
-
-        Collectives: issued by the communication hook; one with the hooks of this library.
+        A gradient that is None counts as zeros, and is set to the sum if the parameter then requires a gradient.
         """
         flat = self.pack()
         wait = self._hook.all_reduce(flat, self.group, self._memory)
@@ -304,10 +298,9 @@ class GradientBucket:
     def reduce_scatter(self, own: Tensor) -> tuple[Finish, Tensor]:
         """Start to write this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
 
-        Return a function that finishes the sum, and the flat buffer. Keep the buffer alive until the function has run.
-        Until then do not write to the gradients, because the buffer can be the memory of a gradient. You may set them
-        to None.
-        Collectives: issued by the communication hook; one with the hooks of this library.
+        Return a function that finishes the sum, and the flat buffer. Keep the buffer alive, and don't write to the
+        gradients, until the function has run, because the buffer can be the memory of a gradient. You may set them to
+        None.
         """
         first = dense(self.params[0].grad)
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
@@ -656,10 +649,9 @@ class Bf16Compression(CommHook):
 
     @torch.no_grad()
     def _rounded(self, flat: Tensor, memory: Memory) -> Tensor:
-        """Return ``flat`` in bfloat16. With ``error_feedback``, add the stored rounding error before the cast.
+        """Return ``flat`` in bfloat16. With ``error_feedback``, add the stored rounding error first, and store the new one.
 
-        The rounding error of the cast is stored for the next call. ``flat`` stays unchanged, because it may be the
-        memory of a gradient.
+        ``flat`` stays unchanged, because it may be the memory of a gradient.
         """
         if not self.error_feedback:
             return flat.bfloat16()
@@ -673,13 +665,7 @@ class Bf16Compression(CommHook):
 
 
 def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
-    """Return for each round the sum over ranks of the inputs rounded to bfloat16: a reference for tests.
-
-    The sums are computed in float64, without the rounding of `Bf16Compression`'s own sum.
-
-    ``rounds[t][r]`` is the float32 input of rank r in round t. With ``error_feedback``, the rounding error of the
-    rank's previous round is added to its input before rounding.
-    """
+    """Return for each round the sum over ranks of ``rounds[t][r]`` rounded to bfloat16: a reference for tests."""
     lost = [torch.zeros_like(flat) for flat in rounds[0]]
     sums = []
     for flats in rounds:

@@ -60,8 +60,7 @@ class TreeSum:
     def add(self, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, and compute each sum whose two halves are both known.
 
-        ``number`` counts the micro-batches of all data ranks. Later additions may overwrite the gradients, which are
-        dense.
+        ``number`` counts the micro-batches of all data ranks. Later additions may overwrite the gradients.
         """
         node = Node(0, number)
         values = [None if gradient is None else _owned(gradient) for gradient in gradients]
@@ -92,11 +91,7 @@ def levels_of(count: int) -> int:
 
 
 def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
-    """Return the sum of all partial sums in the order of the tree.
-
-    ``parts`` has the partial sums of all ranks, in which each micro-batch is at most once. The tensors may be
-    overwritten. ``count`` is the number of micro-batches of all data ranks.
-    """
+    """Return the sum of all partial sums in the order of the tree. Tensors in ``parts`` may be overwritten."""
     parts = dict(parts)
     for level in range(levels_of(count)):
         for place in sorted(node.place for node in parts if node.level == level):
@@ -142,9 +137,8 @@ def exchange(
 ) -> Callable[[], list[tuple[Node, Tensor]]]:
     """Start to exchange partial sums: each rank gets its slice of the partial sums of all ranks.
 
-    ``own`` has this rank's partial sums, one flat buffer per node. All have one length, a multiple of ``ranks.ranks``.
-    ``nodes`` has the nodes of each rank, by its index in the group. The returned function waits, and returns a slice
-    per node of all ranks, in the order of the ranks.
+    ``own`` has one flat buffer per node, of one length, a multiple of ``ranks.ranks``. ``nodes`` has the nodes of each
+    rank. The returned function waits, and returns a slice per node of all ranks, in the order of the ranks.
     Collectives: one all-to-all.
     """
     numel, lengths = own[0].numel() // ranks.ranks, [len(of_rank) for of_rank in nodes]
@@ -232,9 +226,8 @@ class _Bucket(NamedTuple):
 class FixedOrderSum:
     """Sums gradients over the micro-batches of all data ranks in the order of the tree.
 
-    ``params`` have equal shapes on all ranks of the group. The buckets in ``sliced`` have some of ``params``; each
-    receives a slice of the sum, and its parameters get no gradients. ``bucket_bytes`` is the maximum size of the buffer
-    for a partial sum (None: 8 MiB); a larger parameter gets a separate buffer. It does not change ``sliced``.
+    The buckets in ``sliced`` have some of ``params``; each receives a slice of the sum, and its parameters get no
+    gradients. Other parameters share buffers of up to ``bucket_bytes`` (None: 8 MiB).
     """
 
     def __init__(
@@ -294,13 +287,10 @@ class FixedOrderSum:
     def finish(self) -> None:
         """Set the gradient of each parameter that requires one to the sum over all micro-batches. Forget all partial sums.
 
-        A parameter of ``sliced`` gets no gradient; its bucket receives a slice of the sum. The gradient of a parameter
-        that no micro-batch used becomes zeros. All ranks must have run the same number of micro-batches. If it is 0, no
-        gradient is set, and the buckets of ``sliced`` receive None.
-
+        The gradient of a parameter that no micro-batch used becomes zeros. All ranks must have run the same number of
+        micro-batches. If it is 0, no gradient is set, and the buckets of ``sliced`` receive None.
         Collectives: per bucket one all-to-all over the data ranks, and one all-gather unless the bucket is in
             ``sliced``; none with one data rank, or without micro-batches.
-        Host synchronization: none.
         """
         steps = self._ranks.steps
         numbers = [range(rank * steps, rank * steps + self.micro_batches) for rank in range(self._ranks.ranks)]

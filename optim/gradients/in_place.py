@@ -41,10 +41,9 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
 
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place.
+    """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place; reduced gradients stay marked.
 
-    Half-precision gradients of float32 parameters become float32 before that. Gradients that are marked as already
-    reduced (`mark_complete`) stay marked.
+    Half-precision gradients of float32 parameters become float32 before that.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
@@ -78,8 +77,8 @@ def change_each(
 ) -> None:
     """Call ``change(gradients, argument)``, a multi-tensor function of torch that writes to ``gradients``.
 
-    torch raises RuntimeError if a gradient is lazy: its memory does not contain its values (`is_lazy`). In this case the
-    values of lazy gradients are written to new memory, and ``change`` is called again.
+    torch rejects lazy gradients (`is_lazy`). Their values are then written to new memory, and ``change`` is called
+    again.
     """
     try:
         change(gradients, argument)
@@ -92,10 +91,9 @@ def change_each(
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the parameters' gradients to [-clip_value, clip_value] in place.
+    """Clamp the parameters' gradients to [-clip_value, clip_value] in place; reduced gradients stay marked.
 
-    Half-precision gradients of float32 parameters become float32 before that. Gradients that are marked as already
-    reduced (`mark_complete`) stay marked.
+    Half-precision gradients of float32 parameters become float32 before that.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
@@ -133,8 +131,7 @@ def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
 def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     """Return a context manager whose body may change reduced gradients in place without losing their marks.
 
-    Gradients that are marked as reduced (`mark_complete`) before the body are marked again after it. ``pairs`` are
-    (parameter, gradient) pairs; a gradient of None stands for ``param.grad``.
+    ``pairs`` are (parameter, gradient) pairs; a gradient of None stands for ``param.grad``.
     """
     complete = [(param, grad) for param, grad in pairs if is_complete(param, grad)]
     yield

@@ -30,8 +30,7 @@ class InFlight:
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
         """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
 
-        Each function in ``starts`` starts a reduction and returns the function that finishes it. With ``to_the_end``,
-        finish all reductions before returning, including those of earlier calls.
+        With ``to_the_end``, finish all reductions before returning, including those of earlier calls.
         """
         for start in starts:
             self._started.append(start())
@@ -218,11 +217,8 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
     """Return True if the model may issue collectives between ranks of which only some have a gradient of a parameter.
 
-    Such ranks may differ along ``axes``, and along data-parallel axes larger than 1, because their ranks see different
-    samples. The model is assumed to issue collectives over each of these axes. Exception: an axis whose
-    name says that it only divides the batch, such as ``data`` (`Topology.is_batch_only_axis`), unless a spec names it.
-
-    ``axes`` are further axes over which gradients are reduced.
+    Such ranks may differ along ``axes`` and along large data axes, over which the model is assumed to issue
+    collectives. Exception: an axis that only divides the batch (`Topology.is_batch_only_axis`), unless a spec names it.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
@@ -245,9 +241,8 @@ def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
 def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
     """Return the layouts whose parameters differ in number, size or order between ranks of a pipeline stage.
 
-    These ranks divide the parameters into different buckets. If ranks of a stage still differ when these layouts are
-    left out, for example in the order of parameters with different layouts, return all layouts of the ranks that
-    differ.
+    These ranks divide the parameters into different buckets. If ranks of a stage still differ without these layouts,
+    for example in the order of parameters with different layouts, return all layouts of the ranks that differ.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     first = [sizes[topology.peers(rank, *within)[0]] for rank in range(len(sizes))]

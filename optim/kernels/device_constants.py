@@ -31,11 +31,10 @@ class Constants:
     def __call__(
         self, key: Hashable, values: Callable[[], Sequence[float]], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a 1-dim tensor on ``device`` with the given values.
+        """Return a 1-dim tensor on ``device`` with the given values. Equal keys must mean equal values.
 
-        Equal keys must mean equal values; ``values`` is called only if the cache has no tensor for ``key``. A copy from
-        the host can't be captured: this raises RuntimeError if a CUDA graph is being captured and the tensor is not
-        cached.
+        A copy from the host can't be captured: if a CUDA graph is being captured and the tensor is not cached,
+        RuntimeError is raised.
         """
         key = (key, dtype, device)
         if key in self._of_graphs:
@@ -70,13 +69,11 @@ DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of n tensors into chunks of equally many elements. It depends on numbers of elements only.
+    """Division of n tensors into chunks of equally many elements; the last chunk of a tensor may be shorter.
 
-    The last chunk of a tensor may be shorter. The first three fields are tensors on the device.
-
-    Per tensor, ``numels`` has its number of elements, [n] int64. Per chunk, ``chunks`` has the index of its tensor, and
-    the chunk's index within that tensor, [count, 2] int64. ``first`` has the index of each tensor's first chunk,
-    followed by ``count``, [n + 1] int64.
+    The first three fields are int64 tensors on the device: the numbers of elements, [n]; per chunk the index of its
+    tensor, and the chunk's index within that tensor, [count, 2]; and the index of each tensor's first chunk, followed
+    by ``count``, [n + 1].
     """
 
     numels: Tensor
@@ -105,7 +102,6 @@ class Tables:
         self._in_graphs: list[Tensor] = []  # pinned memory that captured graphs read; never freed
 
     def of(self, values: array[int] | array[float], device: torch.device) -> Tensor:
-        """Return a tensor on ``device`` with the given values: [len(values)], int64 for integers, float64 for floats."""
         key = (values.typecode, values.tobytes(), device, _stream(device))
         dtype = DTYPES[values.typecode]
         return self._one(key, device, lambda: self._brought(torch.frombuffer(values, dtype=dtype), device))

@@ -69,10 +69,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def resolve_(tensor: Tensor) -> None:
-    """Write the values of a lazy tensor to new memory. The tensor object remains the same.
-
-    A tensor that is not lazy stays unchanged, and so does an instance of a tensor subclass other than ``nn.Parameter``.
-    """
+    """Write the values of a lazy plain tensor to new memory. The tensor object remains the same."""
     if type(tensor) in PLAIN and is_lazy(tensor):
         tensor.data = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
@@ -105,11 +102,7 @@ def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
-    """Give ``tensor`` the element order of the dense tensor ``param``. The tensor object remains the same.
-
-    Tensors of another shape than ``param``, and instances of a tensor subclass other than ``nn.Parameter``, stay
-    unchanged.
-    """
+    """Give a plain ``tensor`` the element order of the dense ``param`` of equal shape. It stays the same object."""
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = _empty_like(param, tensor.dtype, tensor.device).copy_(tensor)
 

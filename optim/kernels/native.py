@@ -140,9 +140,6 @@ class Native:
 
         All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
         the shortest time is selected, because smaller differences are random.
-
-        ``timed`` returns the time of the selected variant; None: a `StepTimer`. Each variant is measured ``rounds``
-        times, in turn with the others. The default takes some milliseconds.
         """
         timed = StepTimer(self) if timed is None else timed
         times = dict.fromkeys(self.supported(), inf)
@@ -163,13 +160,10 @@ class Native:
 
 
 class StepTimer:
-    """Measures a squared norm and an AdamW update of float32 elements on one thread.
+    """Measures a squared norm and an AdamW update of float32 elements on one thread, by the selected variant.
 
-    A call returns the sum of both times in seconds. Before each of the two operations, it removes the operation's tensors
-    from the CPU's caches, because a step usually reads tensors from main memory.
-
-    A call measures the variant of the kernels that is selected then. With the default ``numel``, the four tensors have
-    2 MiB together.
+    A call returns the sum of both times in seconds. Before each of the two operations, it removes the operation's
+    tensors from the CPU's caches, because a step usually reads tensors from main memory.
     """
 
     def __init__(self, native: Native, numel: int = 2**17) -> None:

@@ -54,7 +54,6 @@ def _is_plain(drawn: Drawn) -> bool:
 
 
 def _round_group(group: Sequence[Drawn], step: int, round_contiguous: RoundContiguous) -> None:
-    """Round tensors on one device with the noise of one step, by one call of ``round_contiguous``."""
     pairs, keys, numbers = list[tuple[Tensor, Tensor]](), array("Q"), array("q")
     for drawn in group:
         for number, pair in enumerate(drawn.pairs):

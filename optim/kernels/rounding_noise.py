@@ -22,10 +22,7 @@ ROWS = 8
 
 
 def philox(key: int, counter: Tensor) -> Tensor:
-    """Return the four words of Philox 4x32 with 10 rounds, [4, n] int64, each a 32-bit number.
-
-    ``key`` is a 64-bit number, and ``counter`` [4, n] int64, each a 32-bit number.
-    """
+    """Return the four words of Philox 4x32 with 10 rounds, [4, n] int64, each a 32-bit number."""
     mask = 0xFFFFFFFF
     k0, k1 = key & mask, key >> 32 & mask
     c0, c1, c2, c3 = counter
@@ -44,10 +41,7 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_of(key: int, number: int, step: int, numel: int) -> Tensor:
-    """Return the noise of a tensor with ``numel`` elements: [numel] int64 in [0, 2^16).
-
-    ``number`` is the number of the tensor among the tensors with this 64-bit key.
-    """
+    """Return the noise of a tensor with ``numel`` elements: [numel] int64 in [0, 2^16)."""
     blocks = -(-numel // (ROWS * LANES))
     counter = torch.arange(blocks * LANES)
     others = torch.tensor([[number], [step & 0xFFFFFFFF], [step >> 32]]).expand(3, counter.numel())

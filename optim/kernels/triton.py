@@ -73,10 +73,7 @@ class Together(NamedTuple):
 
 
 class Triton:
-    """The Triton kernels of this process.
-
-    ``interpreted`` is True if Triton's interpreter runs the kernels, on the CPU.
-    """
+    """The Triton kernels of this process."""
 
     def __init__(self) -> None:
         self.version = str(triton.__version__)
@@ -89,10 +86,7 @@ class Triton:
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """Return the sum of |x|^p of each tensor, or for p = inf the largest |x|: [n] float64, on the tensors' device.
 
-        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf,
-        dtypes differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass other than
-        ``nn.Parameter``.
-        ``tensors`` are on one device on which the kernels run; at least one.
+        None: the kernels don't support p (integers from 1 to `MOST`, and inf), the dtypes or the class of a tensor.
         """
         power = 0 if norm_type == inf else int(norm_type) if norm_type in range(1, MOST + 1) else None
         dtypes = {tensor.dtype for tensor in tensors}
@@ -128,11 +122,7 @@ class Triton:
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
-        """Update float32 parameters and their optimizer states if ``found_inf`` is 0.
-
-        It launches at most two kernels per `Variant`. ``found_inf`` is 0-dim float32, on the device. ``factor`` is a
-        0-dim tensor on the device by which the gradients are multiplied in float32; None: 1.
-        """
+        """Update float32 parameters and their optimizer states if ``found_inf`` is 0."""
         alike: defaultdict[Variant, list[KernelLaunch]] = defaultdict(list)
         for part in parts:
             if part.columns.count:

@@ -179,12 +179,7 @@ def count_steps(
         group_of: Index of each parameter's param group, [rows].
         hyper: Hyper-parameters per param group, [groups, HYPER] float64.
         rates: Per param group, the address of a learning rate tensor (0: none), and 1 if it is float64, [groups, 2].
-        found_inf: A single float32.
         by_row: Output, [rows, BY_ROW] float32: rate, root and decay; the last column is not written.
-        rows: Number of parameters.
-        KIND: Value of `native.Kind`.
-        DECOUPLED: Whether Adam's weight decay is decoupled.
-        BLOCK: Parameters per program.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
@@ -247,14 +242,9 @@ def step_block(
     Args:
         params, grads, firsts, seconds, thirds, halves: Pointers to the elements of parameter, gradient, first, second
             and third state, and half-precision copy.
-        has_half: Whether this parameter has a half-precision copy.
-        here: Mask of the elements to update.
-        factor: Factor on the gradient.
         rate, root, decay: The parameter's numbers from `count_steps`.
         one, two, three: Adam: beta1, beta2, eps. SGD: momentum, dampening. Adagrad: eps as ``two``.
         rest_of_one, rest_of_two: 1 - ``one`` and 1 - ``two``.
-        KIND: Value of `native.Kind`.
-        DECOUPLED: Whether Adam's weight decay is decoupled.
         OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with momentum, 2 with Nesterov momentum.
         GRAD, HALF: Dtypes of gradient and half-precision copy, as in `native.DTYPES`. HALF 0: no parameter has a copy.
     """
@@ -326,16 +316,14 @@ def update_chunks(
 ) -> None:
     """Update one chunk of a parameter if ``found_inf`` is 0.
 
+    Most arguments are as in `count_steps`, whose output is ``by_row``, and in `step_block`.
+
     Args:
-        fixed, group_of, hyper, by_row, found_inf, rows, KIND, DECOUPLED: As in `count_steps`, whose output is ``by_row``.
         grads, halves: Addresses of gradients and half-precision copies, [rows]; 0: the parameter has no copy.
-        numels: Numbers of elements of the parameters, [rows].
         chunks: For each chunk the row of its parameter, and the chunk's index within that parameter, [chunks, 2].
         factor: Pointer to a number. With SCALED, the gradients are multiplied by it.
-        OPTION: As in `step_block`.
-        GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
-        ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and the addresses
-            of half-precision tensors are multiples of 8 bytes.
+        ALIGNED: True: the addresses of float32 tensors, except step counts, are multiples of 16 bytes, and the
+            addresses of half-precision tensors are multiples of 8 bytes.
     """
     if tl.load(found_inf) == 0:
         chunk = tl.program_id(0)

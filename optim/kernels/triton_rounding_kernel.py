@@ -29,13 +29,9 @@ def round_block(
 ) -> None:
     """Round a block of ROWS x LANES elements, which share LANES counters.
 
-    Args:
-        source, target: Pointers to the first element of the block.
-        left: Number of elements from there to the end of the chunk.
-        key: Key of the noise.
-        counter: First word of the counters, [LANES].
-        number, low, high: The other words.
-        WHOLE: True: the tensor has all elements of the block, so no access needs a mask.
+    ``left`` is the number of elements from the start of the block to the end of the chunk. ``counter``, [LANES], is the
+    first word of the counters; ``number``, ``low`` and ``high`` are the other words. With WHOLE, the tensor has all
+    elements of the block, so no access needs a mask.
     """
     lanes = tl.arange(0, LANES)
     # These zeros give the noise the layout of the elements among threads. Otherwise Triton exchanges the noise between
@@ -80,17 +76,9 @@ def round_chunks(
 ) -> None:
     """Round one chunk of a float32 tensor to bfloat16.
 
-    Args:
-        targets, sources: Addresses of the bfloat16 and float32 tensors, [n].
-        numels: Numbers of elements of the tensors, [n].
-        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2].
-        keys: Keys of the noise, [n].
-        numbers: The number of each tensor among the tensors with its key, [n].
-        step: The step count, from which the noise is computed too.
-        ALIGNED: True: all addresses are multiples of 16.
-        LANES: Elements per row.
-        ROWS: Rows that share counters; 8.
-        CHUNK: Elements per program, a multiple of LANES x ROWS.
+    Per tensor, ``numbers`` has its number among the tensors with its key. Per chunk, ``chunks`` has the index of its
+    tensor, and the chunk's index within that tensor, [chunks, 2]. ALIGNED: all addresses are multiples of 16. CHUNK,
+    the elements per program, is a multiple of LANES x ROWS; ROWS, the rows that share counters, is 8.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + 2 * chunk)

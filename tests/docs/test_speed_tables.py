@@ -79,7 +79,11 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
     "telemetry": [("--seconds 0 --width 16 --every 2", ["no telemetry", "every step", "every=2"])],
     "whole_any": [("--width 8 --layers 1 --rounds 1", ["torch Adafactor"])],
 }
-ELSEWHERE = {"gpu": "test_gpu_suite.py", "peers": "../interop/test_peers_table.py"}
+ELSEWHERE = {
+    "gpu": "test_gpu_suite.py",
+    "peers": "../interop/test_peers_table.py",
+    "registers": "test_register_table.py",
+}
 
 
 @pytest.fixture

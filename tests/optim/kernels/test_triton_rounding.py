@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compile_kernel, resources_of
 from interpreted import Interpreted, why_no_triton
 from meshstep.amp.stochastic_rounding import Drawn, Noise
 from meshstep.optim.kernels.rounding_noise import LANES, ROWS, noise_of, round_plainly
@@ -113,45 +113,32 @@ def test_triton_rounding_at_aligned_addresses_compiles_to_vector_loads_without_b
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At aligned addresses, loads and stores use vectors of four elements. The kernel uses no shared memory and no
-    approximate or atomic instructions. At most 80 registers per thread allow six programs per SM."""
+    approximate or atomic instructions, and spills no registers. At most 80 registers per thread allow six programs per
+    multiprocessor."""
     from meshstep.optim.kernels import triton_rounding_kernel as module
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime import JITFunction
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel: Any = module.round_chunks
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("TRITON_INTERPRET=1: this process interprets the kernels, and compiles none")
-    names = list(kernel.arg_names)
     for aligned in (True, False):
         constants = {"ALIGNED": aligned, "LANES": LANES, "ROWS": ROWS, "CHUNK": module.CHUNK}
-        signature = {name: "constexpr" if name in constants else "i32" if name == "step" else "*i64" for name in names}
-        source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-        made = compile(source, target=GPUTarget("cuda", capability, 32))
-        ptx = str(made.asm["ptx"])
-        assert not re.search(r"\batom\.|\bred\.|\.approx|\bbar\.", ptx)
-        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == (ROWS if aligned else 0)
-        assert len(re.findall(r"st\.global\S*\.v2\.b32", ptx)) == (ROWS if aligned else 0)
-        assert made.metadata.shared == 0
-        if registers := registers_of(made.asm["cubin"], tmp_path):
-            assert registers <= 80
+        made = compile_kernel(module.round_chunks, constants, capability)
+        assert not made.count(r"\batom\.|\bred\.|\.approx|\bbar\.")
+        assert made.count(r"ld\.global\S*\.v4") == (ROWS if aligned else 0)
+        assert made.count(r"st\.global\S*\.v2\.b32") == (ROWS if aligned else 0)
+        assert made.shared == 0
+        found = resources_of(made)
+        assert found.registers <= 80
+        assert found.spilled == 0
 
 
-def registers_of(cubin: bytes, folder: Path) -> int | None:
-    """Return the number of registers per thread; None if the Triton installation has no cuobjdump."""
-    import triton
+def test_spilled_registers_of_a_compiled_kernel_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assembler is limited to 24 registers per thread, fewer than the kernel needs."""
+    from meshstep.optim.kernels import triton_rounding_kernel as module
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        return None
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    printed = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+)", printed)
-    assert found
-    return int(found[1])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"ALIGNED": True, "LANES": LANES, "ROWS": ROWS, "CHUNK": module.CHUNK}
+    made = compile_kernel(module.round_chunks, constants)
+    limited = replace(made, ptx=re.sub(r"\.reqntid \d+", r"\g<0>\n.maxnreg 24", made.ptx, count=1))
+    assert resources_of(made).spilled == 0 < resources_of(limited).spilled
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class Restoration:
         if found != Stored(region.full_shape, dtype):
             factor = ". If the shapes differ by a factor in two dims, one of the runs declared the wrong dim as sharded"
             raise ValueError(
-                f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
+                f"the tensor {key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
                 f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same precision "
                 f"mode{factor if found.shape != region.full_shape else ''}"
             )
@@ -255,7 +255,7 @@ class Restoration:
                 "was saved while this parameter was frozen: freeze it before you make the optimizer, load the "
                 "checkpoint, then unfreeze the parameter and call optimizer.refresh()"
             )
-        return ValueError(f"the checkpoint has no float32 master weight of {name}: it {why}")
+        return ValueError(f"the checkpoint has no float32 master weight of {name}: the checkpoint {why}")
 
     # Restoring the run ------------------------------------------------------------------------------------------------
 
@@ -297,9 +297,9 @@ def _rebuild_weights(
 
 def _check_same(kind: str, saved: set[str], now: set[str], where: str, advice: str) -> None:
     if saved != now:
-        parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
-        parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
-        raise ValueError(f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; {advice}")
+        parts = [f"only in the checkpoint: {names}" for names in (some(sorted(saved - now)),) if names]
+        parts += [f"only here: {names}" for names in (some(sorted(now - saved)),) if names]
+        raise ValueError(f"the {kind} {where} differ from the checkpoint's ({'; '.join(parts)}): {advice}")
 
 
 # Load -----------------------------------------------------------------------------------------------------------------
@@ -533,7 +533,8 @@ def _open(path: Path, run: _Run) -> tuple[Path, dict[str, Any]]:
         directory = path if is_checkpoint(path) else newest_checkpoint(path)
         if directory is None:
             raise ValueError(
-                f"there is no complete checkpoint under {path}; check newest_checkpoint(path) before loading"
+                f"there is no complete checkpoint under {path}; give the path that save_checkpoint got, or load only if "
+                "newest_checkpoint(path) is not None"
             )
         try:
             manifest = read_manifest(directory)

@@ -237,7 +237,8 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
         if one.shape == another.shape:
             need = "one dtype: give the tensor the same dtype on all ranks"
         raise ValueError(
-            f"{key}: rank {rank} has a part of {another}, but rank {known} has a part of {one}; all shards must have {need}"
+            f"the tensor {key}: rank {rank} has a part of {another}, but rank {known} has a part of {one}; all shards must "
+            f"have {need}"
         )
 
 

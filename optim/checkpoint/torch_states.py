@@ -381,8 +381,9 @@ class TorchStates(torch.optim.Optimizer):
                 for key, value in values.items():
                     if known.setdefault(name, {}).setdefault(key, value) != value:
                         raise ValueError(
-                            f"{key} of {name} is {known[name][key]} on one rank and {value} on another rank, but it must "
-                            "be one number for the full parameter: use meshstep.optim.save_checkpoint"
+                            f"the optimizer state {key!r} of {name} is {known[name][key]} on one rank and {value} on "
+                            "another rank, but must be one number for the full parameter: use "
+                            "meshstep.optim.save_checkpoint"
                         )
         state: dict[int, dict[str, Any]] = {}
         for position, (item, values) in enumerate(own):
@@ -416,14 +417,15 @@ class TorchStates(torch.optim.Optimizer):
                     if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
                         first = numbers[item.entry.name][key]
                         raise ValueError(
-                            f"{key} of {item.entry.name} is {first} for one shard and {kept} for another shard of this "
-                            "rank, but it must be one number for the full parameter: use meshstep.optim.save_checkpoint"
+                            f"the optimizer state {key!r} of {item.entry.name} is {first} for one shard and {kept} for "
+                            "another shard of this rank, but must be one number for the full parameter: use "
+                            "meshstep.optim.save_checkpoint"
                         )
                 elif value.shape != piece.tensor.shape:
                     raise ValueError(
-                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, but the tensor that the optimizer "
-                        f"steps on this rank has shape {tuple(piece.tensor.shape)}: only numbers and states of the same "
-                        "shape can be resharded; use save_checkpoint"
+                        f"the optimizer state {key!r} of {item.entry.name} has shape {tuple(value.shape)}, but the "
+                        f"tensor that the optimizer steps on this rank has shape {tuple(piece.tensor.shape)}: only "
+                        "numbers and states of the same shape can be resharded; use save_checkpoint"
                     )
         return numbers
 

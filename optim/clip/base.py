@@ -337,7 +337,7 @@ class ClipState:
         for name, value in decision.state.items():
             if name not in self.tensors:
                 raise TypeError(
-                    f"{type(self.rule).__name__} returns a state {name!r}, but its initial() has only "
+                    f"{type(self.rule).__name__}.decide() returned a state {name!r}, but initial() has only "
                     f"{sorted(self.tensors)}: add the initial value of {name!r} to initial()"
                 )
             kept = self.tensors[name]

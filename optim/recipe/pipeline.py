@@ -243,7 +243,9 @@ def check_pipeline(
         )
     kind = type(schedule).__name__
     if schedule._loss_fn is None:
-        raise ValueError(f"{kind} has no loss_fn, so it runs no backward; give it a loss_fn on every rank")
+        raise ValueError(
+            f"{kind} has no loss_fn and would run no backward; give {kind}(..., loss_fn=...) on every rank"
+        )
     _check_group(schedule, registry)
     if optimizer is None:
         raise ValueError(

@@ -46,7 +46,8 @@ class Replayable(StatePlacement):
         drawn += [f"precision={context.precision!r}"] * context.precision.stochastic_rounding
         if drawn:
             raise ValueError(
-                f"Replayable can't repeat an update with {drawn[0]}, which rounds randomly: leave one of them out"
+                f"Replayable can't repeat an update with {drawn[0]}, which rounds randomly: leave Replayable or "
+                f"{drawn[0]} out"
             )
 
         if context.precision.split_masters:

@@ -123,16 +123,20 @@ def reversed_groups(model: nn.Module) -> Any:
         ({}, {"precision": "bf16"}, "precision='fp32', but this optimizer has 'bf16'"),
         ({}, {"kind": torch.optim.Adam}, "saved with AdamW, but this optimizer is Adam"),
         ({}, {"shape": 4}, r"model/one.weight has shape \(2, 3\).*but shape \(2, 4\)"),
-        ({}, {"names": ("one",)}, "two.bias, two.weight in the checkpoint only"),
-        ({"names": ("one",)}, {}, "two.bias, two.weight here only"),
-        ({}, {"buffer": False}, "the buffers in the model differ from the checkpoint's: seen"),
-        ({"buffer": False}, {}, "seen here only"),
+        ({}, {"names": ("one",)}, "only in the checkpoint: two.bias, two.weight"),
+        ({"names": ("one",)}, {}, "only here: two.bias, two.weight"),
+        (
+            {},
+            {"buffer": False},
+            r"the buffers in the model differ from the checkpoint's \(only in the checkpoint: seen\)",
+        ),
+        ({"buffer": False}, {}, "only here: seen"),
         ({}, {"groups": split_groups}, "1 param groups, the optimizer has 4"),
         ({"groups": split_groups}, {"groups": reversed_groups}, "in param group 0"),
         (
             {"precision": Bf16(stochastic_rounding=True)},
             {"precision": "bf16"},
-            "one.weight: it was saved without master",
+            "one.weight: the checkpoint was saved without master",
         ),
         ({"precision": "bf16"}, {"precision": Bf16(stochastic_rounding=True)}, "float32 master weight of one.weight"),
         ({"schedule": True}, {}, "saved with a StepLR; give lr_scheduler="),
@@ -168,7 +172,9 @@ def test_bf16_checkpoint_of_frozen_parameter_loads_only_while_parameter_is_froze
 
     save_checkpoint(tmp_path, *frozen())
     model = model_of()
-    with pytest.raises(ValueError, match=r"one.weight: it was saved while this parameter was frozen.*refresh\(\)"):
+    with pytest.raises(
+        ValueError, match=r"one.weight: the checkpoint was saved while this parameter was frozen.*refresh\(\)"
+    ):
         load_checkpoint(tmp_path, model, optimizer_of(model, precision="bf16"))
     model, optimizer = frozen()
     load_checkpoint(tmp_path, model, optimizer)

@@ -233,7 +233,7 @@ def counted_apart() -> str:
         model, optimizer = built(registry, "split")
         train(model, optimizer, 0, 2)
         optimizer.state[model.get_parameter("up")]["step"].fill_(5 + registry.coordinate["tensor"])
-        with pytest.raises(ValueError, match="step of up is 5") as caught:
+        with pytest.raises(ValueError, match="state 'step' of up is 5") as caught:
             TorchStates(optimizer).state_dict()
         return str(caught.value)
 

@@ -228,6 +228,6 @@ def test_load_with_wrong_trainable_only_or_frozen_parameters_raises_and_keeps_we
     for ordinary, of_full, missing, frozen in world.run(4, wrong_loads, tmp_path):
         assert "was saved with trainable_only=True, so it has no frozen parameters" in ordinary
         assert "has all parameters of the model: leave trainable_only=True out" in of_full
-        assert "the trainable parameters in the model differ from the checkpoint's: base here only" in missing
-        assert "up in the checkpoint only" in frozen
+        assert "the trainable parameters in the model differ from the checkpoint's (only here: base)" in missing
+        assert "only in the checkpoint: up" in frozen
         assert "freeze the parameters that were frozen then" in frozen

@@ -570,7 +570,7 @@ class LongestOfEach(Clip):
 
 
 def test_custom_rule_without_methods_or_with_state_missing_in_initial_raises() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
+    with pytest.raises(TypeError, match=r"Forgetful.decide\(\) returned a state 'sum', but initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):
         step(*alone(Silent()))

@@ -16,10 +16,9 @@ def is_captured() -> bool:
 
 @contextmanager
 def keeps_state_in_place(owner: object) -> Iterator[None]:
-    """Context manager that raises if its body assigns a new object to an attribute of ``owner`` in a CUDA graph capture.
+    """Raise in a CUDA graph capture if the ``with`` block assigns a new object to an attribute of ``owner``.
 
-    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. Outside a capture
-    nothing is checked.
+    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment.
     """
     before = dict(vars(owner)) if is_captured() else None
     yield

@@ -24,7 +24,7 @@ def is_half(tensor: Tensor) -> bool:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every real floating-point tensor cast to ``dtype``. The cast is differentiable.
 
-    The function casts within nested tuples, named tuples, lists and dicts. All other values are returned unchanged.
+    The function casts within nested tuples, named tuples, lists and dicts.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -94,8 +94,6 @@ class CastInputs:
 
 @dataclass(frozen=True)
 class CastOutputs:
-    """Forward hook that casts the floating-point outputs to ``dtype``."""
-
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -108,9 +106,6 @@ class Autocast:
     It is a class and not a closure, because a closure cannot be pickled, and in a deep copy of the module it would call the
     original module's ``forward``. It does not use forward hooks, because an exception in ``forward`` skips hooks that were
     registered without ``always_call=True``, and would leave autocast enabled.
-
-    The first parameter of ``module`` determines autocast's device type, else the first tensor among the arguments, else
-    torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
@@ -204,7 +199,7 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
     """Return True if ``copy``, cast to the dtype and device of ``tensor``, has the same shape and equal elements.
 
-    Two NaNs at the same position count as equal, and so do 0 and -0. Host synchronization: yes.
+    Two NaNs at the same position count as equal. Host synchronization: yes.
     """
     if tensor.shape != copy.shape:
         return False

@@ -76,11 +76,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
 
 class _Scales:
-    """The inverse scales of one product ``A @ B``, shared by its `_Round` and `_Descale` functions.
-
-    ``operands`` are the inverse scales of A and B, set in forward. ``grad`` is that of the product's gradient, set in
-    backward.
-    """
+    """The inverse scales of one product ``A @ B``: ``operands`` are set in forward, and ``grad`` in backward."""
 
     def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:
         self.registry, self.axes = registry, axes
@@ -365,10 +361,7 @@ def _describe_layer(module: nn.Module) -> str:
 
 
 def _is_even(layer: Linear2D) -> bool:
-    """Return True if the layer's features divide evenly over the grid.
-
-    All ranks then have weight shards of equal shape, and `fits` gives the same result on every rank.
-    """
+    """Return True if the layer's features divide evenly over the grid. `fits` then gives the same result on every rank."""
     rows, cols = layer.registry.size(layer.row), layer.registry.size(layer.col)
     return layer.in_features % rows == layer.in_features % cols == layer.out_features % cols == 0
 

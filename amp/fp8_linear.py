@@ -141,10 +141,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `torch._scaled_mm` supports one scale per row for every output dtype on this NVIDIA GPU.
-
-    This is the case for capability 9.0 (Hopper) with CUDA 12.9 or newer.
-    """
+    """Return True if `torch._scaled_mm` supports one scale per row for every output dtype on this NVIDIA GPU."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
@@ -295,10 +292,7 @@ MIN_AMAX = 2.0**-100
 
 
 class Quantized(NamedTuple):
-    """8-bit tensor with its inverse scale. It represents the float32 tensor ``values * inverse_scale``.
-
-    ``inverse_scale`` is float32: 0-dim for one scale, [rows, 1] for one scale per row.
-    """
+    """8-bit tensor with its float32 inverse scale, which is 0-dim, or [rows, 1] for one scale per row."""
 
     values: Tensor
     inverse_scale: Tensor
@@ -335,9 +329,7 @@ def check_dtypes(*tensors: Tensor) -> None:
 def global_amax(
     tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Return the largest absolute value of each full tensor, from this rank's shards of the tensors.
-
-    The results are 0-dim and float32. An empty shard counts as 0. A tensor may be replicated over some of ``axes``.
+    """Return the largest absolute value of each full tensor, 0-dim float32, from this rank's shards of the tensors.
 
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
@@ -348,8 +340,6 @@ def max_over_ranks(
     maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None, axes: tuple[str, ...]
 ) -> tuple[Tensor, ...]:
     """Return the elementwise maximum of each float32 tensor over all ranks along ``axes``.
-
-    The shapes must be the same on all ranks.
 
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
     """
@@ -364,10 +354,7 @@ def max_over_ranks(
 
 
 def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
-    """Return the largest absolute value of ``x`` as a 0-dim float32 tensor; 0 if ``x`` is empty.
-
-    If ``by_row`` is True, the result has the largest absolute value of each row: [rows, 1].
-    """
+    """Return the largest absolute value of ``x``, 0-dim float32, or of each row, [rows, 1]; 0 if ``x`` is empty."""
     if not x.numel():
         return x.new_zeros((x.size(0), 1) if by_row else (), dtype=torch.float32)
     # x.abs().amax() would make a copy and a second pass over memory.
@@ -390,20 +377,14 @@ def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
 
 
 class RoundedWeight(NamedTuple):
-    """Cache entry: a weight, or the transpose of a weight, in 8 bits.
-
-    ``amax`` is the largest absolute value of the full matrix (0-dim), or of each row ([rows, 1]).
-    """
+    """Cache entry: a weight or its transpose in 8 bits, and its largest absolute value (0-dim, or [rows, 1] per row)."""
 
     amax: Tensor
     quantized: Quantized
 
 
 class WeightCache:
-    """Access to the cached 8-bit values of one weight, in its current version.
-
-    The key ``how`` of an entry identifies the kind of rounding, for example by orientation, registry and axes.
-    """
+    """Cached 8-bit values of one weight in its current version. The key ``how`` identifies the kind of rounding."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -415,7 +396,7 @@ class WeightCache:
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry under ``how``, until the next step of a torch optimizer."""
+        """Store an entry under ``how``, until `forget_rounded` is called."""
         CACHE[self._weight][how] = self._identity, rounded
 
 
@@ -428,10 +409,7 @@ _hook_registered = False
 
 
 def cache_rounded(weight: Tensor) -> None:
-    """Register ``weight``, so that its 8-bit values are cached from now on.
-
-    Only an `nn.Parameter` that is not a DTensor is registered.
-    """
+    """Cache the 8-bit values of ``weight`` from now on, if it is an `nn.Parameter` and not a DTensor."""
     global _hook_registered
     # A DTensor is not cached, because FSDP may reuse its memory for another tensor.
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):

@@ -182,8 +182,7 @@ class DynamicLossScale(LossScale):
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
         """Count overflows, and undo the back-off of the scale while the count is below ``hysteresis``.
 
-        After ``growth_interval`` good steps in a row, the count restarts at 0. ``before`` is the scale before this step's
-        back-off or growth.
+        After ``growth_interval`` good steps in a row, the count restarts at 0.
         """
         overflow = found_inf != 0
         self._overflows_left.add_(overflow, alpha=-1)  # may fall below 0, which has the same meaning as 0

@@ -318,11 +318,7 @@ class MasterWeights:
 
 
 def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Return ``state["masters"]``, the saved masters by position, after checking that they fit ``masters``.
-
-    The position of a master is its index among all parameters of the optimizer. Errors are those of
-    `MasterWeights.load_state_dict`.
-    """
+    """Return ``state["masters"]`` after checking that they fit ``masters``. Both are by position in the optimizer."""
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
         raise wrong("the entry 'masters' of the state", saved, "a dict")
@@ -388,20 +384,19 @@ def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Make ``optimizer.load_state_dict`` keep the saved dtypes of the states of ``params``.
+    """Make ``optimizer.load_state_dict`` keep the saved dtypes of the states of ``params``, which is read at each load.
 
     torch casts all states except ``"step"`` to the dtype of the parameter. Hooks on the optimizer undo the cast: the state
-    gets its saved dtype, or float32 if a half-precision value was cast. ``params`` is read at each load. For other
-    parameters, only the numbers with keys in `SCALAR_STATE` keep their dtypes.
+    gets its saved dtype, or float32 if a half-precision value was cast. For other parameters, only the numbers with keys in
+    `SCALAR_STATE` keep their dtypes.
     """
     _load_uncast(optimizer, lambda key, _, param: key in SCALAR_STATE or param in params)
 
 
 def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
-    """Register hooks on ``optimizer`` that undo the casts of its ``load_state_dict`` for some states.
+    """Undo the casts of ``optimizer.load_state_dict`` for states for which ``wanted(key, saved value, parameter)`` is True.
 
-    If ``wanted(key, saved value, parameter)`` is True and the load changed the dtype, the loaded state is replaced by a
-    copy of the saved value. A saved value in half precision is cast to float32.
+    A saved value in half precision is cast to float32.
     """
     saved_states: dict[int, dict[str, Tensor]] = {}
 
@@ -481,10 +476,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _code(bits: Tensor) -> Tensor:
-    """Return a copy of ``bits`` (float32 values viewed as int32) in which the bits of NaNs are changed.
-
-    If the bits of the copy are rounded to their upper 16 bits, every NaN becomes a bfloat16 NaN.
-    """
+    """Return a copy of ``bits`` (float32 viewed as int32) in which every NaN rounds to a bfloat16 NaN."""
     size = bits & _SIZE
     nan = (size > _INFINITY).to(torch.int32)  # int32, because bool masks are slow on a CPU
     without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)

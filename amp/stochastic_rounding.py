@@ -66,7 +66,7 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 
 
 def seed_of(seed: int, steps: int, key: str) -> int:
-    """Return the seed of the rounding noise of one parameter in one step, which is the same on every rank."""
+    """Return the seed of a parameter's rounding noise in one step; equal arguments give equal seeds on every rank."""
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -95,7 +95,7 @@ class Noise(NamedTuple):
 class Drawn(NamedTuple):
     """Tensors to round stochastically, all with the noise of one parameter: the parameter itself and its optimizer states.
 
-    ``pairs`` are (bfloat16 target, floating-point source) pairs, all on one device. The noise is drawn in this order.
+    ``pairs`` are (bfloat16 target, floating-point source) pairs. The noise is drawn in this order.
     """
 
     noise: Noise
@@ -166,10 +166,7 @@ def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[tor
 
 
 def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
-    """Round float32 sources into bfloat16 targets, in place, with a few kernels for all tensors.
-
-    ``noise`` is one row of the noise that `_draw_noise` returns for ``sources``.
-    """
+    """Round float32 sources into bfloat16 targets; ``noise`` is one row of the result of `_draw_noise` for ``sources``."""
     offsets = _flat_offsets(sources)
     spans = [(start, source.numel(), source.shape) for start, source in zip(offsets, sources, strict=False)]
     if len(sources) == 1:
@@ -485,10 +482,7 @@ def _check_seed(value: object, field: str) -> None:
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if a bfloat16 parameter of the (name, parameter) pairs has no name and is not tied.
-
-    The seed of a parameter's rounding noise is computed from the name.
-    """
+    """Raise ValueError if a bfloat16 parameter has no name and is not tied. The name determines the seed of its noise."""
     for name, param in params:
         annotation = annotation_of(param)
         tied = annotation is not None and bool(annotation.spec.tied)

@@ -54,10 +54,6 @@ class ShardedBatchSampler(Sampler[Batch]):
     ``rank`` is the index of this data coordinate, and ``ranks`` is the number of data coordinates. ``epoch`` is the number
     of the epoch of the next iteration. ``position`` is the number of samples, counted over all data coordinates, that the
     next iteration skips at the start of the epoch's order.
-
-    Raises:
-        ValueError: ``batch_size`` is not an integer >= 1; ``seed`` is not an integer; or a batch would be empty
-            (`step_bounds`).
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class ShardedBatchSampler(Sampler[Batch]):
         """Return the bounds of the steps after the first ``position`` samples, as positions in the epoch's order.
 
         ``position`` is counted over all data coordinates. If it is the start of a step of the full epoch, these are the
-        bounds of this step and of the later steps. Raise ValueError if a batch would be empty.
+        bounds of this step and of the later steps.
         """
         try:
             left = step_bounds(self.samples - position, self.batch_size, self.ranks, self.drop_last)
@@ -109,10 +105,7 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
 
     If the last step would have fewer samples than there are data coordinates, samples of the previous step are moved to
     the last step, so that each data coordinate gets one sample. With ``batch_size=1``, or without a previous step, this
-    is impossible.
-
-    Raises:
-        ValueError: A batch would be empty.
+    is impossible, and raises ValueError.
     """
     bounds = list(range(0, samples + 1, batch_size * ranks))
     if bounds[-1] < samples and not drop_last:

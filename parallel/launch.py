@@ -90,13 +90,10 @@ class LaunchEnvironment:
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
     """Return the rank, the world size and the address of rank 0, as read from a launcher's environment variables.
 
-    If ``launcher`` is None, and no variables of a launcher are set, the result describes one process.
+    ``launcher`` selects a launcher; ``"none"`` ignores all variables. None: use the first of torchrun, openmpi, mpich,
+    mvapich and slurm whose variables are complete. Without variables of a launcher, the result describes one process.
 
-    Args:
-        launcher: Read only the variables of this launcher. ``"none"``: ignore all variables. None: use the first of
-            torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
     Raises:
-        ValueError: ``launcher`` is unknown.
         RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported.
     """
     if launcher is not None and launcher not in get_args(Launcher):

@@ -80,7 +80,7 @@ class AroundBase(nn.Module):
 
 
 def elements_at(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
-    """Return a copy of the elements of ``tensor`` in the (offset, length) ``spans`` along ``dim``, concatenated."""
+    """Return a copy of the elements of ``tensor`` in the (offset, length) ``spans`` along ``dim``."""
     return torch.cat([tensor.narrow(dim, offset, length) for offset, length in spans], dim)
 
 
@@ -268,10 +268,7 @@ class RowLayout(AdapterLayout):
 
 @dataclass(frozen=True)
 class GridLayout(AdapterLayout):
-    """Layout of an adapter on a `Linear2D`, `Classifier2D` or `Embedding2D`.
-
-    The layer's batch is sharded over the axis ``row``, its features over ``col``.
-    """
+    """Layout of an adapter on a 2-D layer, whose batch is sharded over the axis ``row``, and its features over ``col``."""
 
     row: str = "row"
     col: str = "col"
@@ -355,7 +352,6 @@ class CubeLayout(AdapterLayout):
         return None if bias is None else copy_to(bias, self.registry, self.weight, self.output)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """Return the chunk of ``rows`` along dim 0 for this rank's coordinate on the axis `self.weight`."""
         ((offset, length),) = P(self.weight).spans(0, rows.size(0), self.registry.topology, self.registry.coordinate)
         return rows.narrow(0, offset, length)
 
@@ -365,10 +361,7 @@ class CubeLayout(AdapterLayout):
 
 
 def _local_columns(ids: Tensor, a: Tensor, layout: AdapterLayout, *axes: str) -> Tensor:
-    """Return for each id its column of the factor ``a`` [r, ids], as [..., r].
-
-    The result is zero for an id whose column another rank along ``axes`` holds.
-    """
+    """Return for each id its column of ``a`` [r, ids]: [..., r]; zero if another rank along ``axes`` holds the column."""
     if layout.registry.size(*axes) == 1:
         return F.embedding(ids, a.t())
     index, is_remote = local_index(ids, layout.in_features, layout.registry, axes[0])
@@ -466,8 +459,7 @@ def layout_of(
 def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer") -> P:
     """Return the spec of the weight of a base layer. With one rank, an undeclared weight counts as replicated.
 
-    Raises:
-        ValueError: The weight has no spec, is declared with ``owned=``, or the spec does not fit the topology.
+    A weight without a spec, or declared with ``owned=``, raises ValueError.
     """
     if annotation_of(weight) is None and topology.world_size == 1 and not has_dtensors((weight,)):
         return P()
@@ -508,8 +500,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     """Raise ValueError if a factor is undeclared, or declared with other shards than its base layer requires.
 
     Axes of size 1, axes over which gradients are partial, and data axes over which `fully_shard` shards a factor are not
-    compared. With one rank nothing is checked. ``factors`` are (name, parameter) pairs of A, B and, with DoRA, the
-    magnitudes.
+    compared. With one rank nothing is checked. ``factors`` are A, B and, with DoRA, the magnitudes.
     """
     topology = layout.registry.topology
     for (name, param), expected in zip(factors, (layout.first, layout.second, layout.magnitude), strict=False):

@@ -47,8 +47,8 @@ class Adapter(NamedTuple):
 
     Attributes:
         name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
-        first, second: The factors A [r, in] and B [out, r]. If one parameter has several experts, the factors have the
-            shapes that `GroupedLoRA` describes.
+        first, second: The factors A [r, in] and B [out, r]; of several experts, with the shapes that `GroupedLoRA`
+            describes.
         magnitude: DoRA's magnitudes; None without DoRA.
         names: Names of A, B and the magnitudes in the model. Without DoRA the last name is unused, and may be missing.
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
@@ -140,7 +140,7 @@ def declare_adapters(
 def derived_layout(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterLayout:
     """Return the layout of an adapter after `declare_adapters`, derived from its base layer.
 
-    Raise ValueError if a factor is declared with other shards than the base layer requires.
+    A factor that is declared with other shards than the base layer requires raises ValueError.
     """
     layout = _layout(adapter, registry, None, getattr(adapter.module, _EXPERT_AXES, ()))
     params = (adapter.first, adapter.second, adapter.magnitude)
@@ -241,10 +241,7 @@ def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module
 
 
 def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, original parameter, trained copy) for each parameter of PEFT's ``modules_to_save``.
-
-    Parameters that the original module does not have are left out.
-    """
+    """Yield (name, original parameter, trained copy) for each parameter of PEFT's ``modules_to_save``."""
     for name, module in model.named_modules():
         copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
         if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
@@ -338,7 +335,6 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
 
 
 def is_merged(module: nn.Module) -> bool:
-    """Return True if an adapter of meshstep or of PEFT is merged into its base layer."""
     return bool(getattr(module, "is_merged", False) or getattr(module, "merged", False))
 
 

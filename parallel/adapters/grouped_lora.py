@@ -148,7 +148,6 @@ class GroupedLoRA(AroundBase):
             vars(base).pop(name, None)
 
     def _product(self, name: str, weight: Tensor) -> Tensor:
-        """Return ``scaling * B @ A`` for this rank's shard of a parameter."""
         a, b = local_tensor(self.lora_A[name]), local_tensor(self.lora_B[name])
         change = self.scaling * (b @ a)
         return (change.transpose(1, 2) if self._layouts[name].is_transposed_weight else change).to(weight.dtype)
@@ -228,11 +227,7 @@ def grouped_layout_of(
     expert_axes: str | tuple[str, ...],
     name: str,
 ) -> GroupedLayout:
-    """Return the layout of the factors of a parameter of several experts. The arguments are as in `GroupedLoRA`.
-
-    Raises:
-        ValueError: The parameter does not exist or does not have three dims.
-    """
+    """Return the layout of the factors of a parameter of several experts. The arguments are as in `GroupedLoRA`."""
     weight = dict(base.named_parameters(recurse=False)).get(parameter)
     if weight is None or weight.dim() != 3:
         found = "does not exist" if weight is None else f"has shape {tuple(weight.shape)}"

@@ -190,8 +190,6 @@ class LoRA(AroundBase):
     def _row_norms(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the norm of each row of the adapted weight, for this rank's rows of B.
 
-        The dtype None computes in the dtype of the weight, or in float32 for a half-precision weight.
-
         Collectives: an all-reduce over the axes that shard the input features. On `Linear2D` an all-gather of A, on
         `Classifier2D` of B and of the norms. On `Embedding3D` and `Classifier3D` a broadcast of the table. If `fully_shard`
         has sharded the weight further, two all-gathers of the weight.
@@ -297,7 +295,7 @@ class LoRA(AroundBase):
     def _scale(self, adapted: Tensor | None) -> Tensor:
         """Return magnitude / norm per output feature of this rank's shard of the weight, as a factor for this shard.
 
-        ``adapted`` is this rank's shard of the adapted weight, in float64; None on a rank that does not hold one.
+        ``adapted`` is None on a rank that holds no shard.
         """
         layout, registry = self._layout, self._layout.registry
         magnitudes = elements_at(full_factors(self)["magnitude"].double(), 0, self._weight_spans()[0])
@@ -451,11 +449,10 @@ def _grouped_lora(
 
 
 def expert_names(model: nn.Module, name: str, ranks: int) -> list[str] | None:
-    """Return the name that a layer has in the dense model, for each rank along the axes that stack experts.
+    """Return the name that a layer has in the dense model, for each of ``ranks`` along the axes that stack experts.
 
     If each rank has the experts 0 to n - 1 in an `nn.ModuleList`, the expert i of the rank k is the expert k * n + i of the
     dense model. In nested lists, the innermost list has the experts. The result is None if the layer is in no list.
-    ``ranks`` is 1 for a layer that is not of an expert.
     """
     if ranks == 1:
         return [name]
@@ -496,7 +493,7 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
 def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayout) -> Tensor:
     """Return the shard [out, in], of shape ``shape``, of the weight with which the layer computes.
 
-    Collectives: if `fully_shard` has sharded the weight further, the two all-gathers of `unshard`.
+    Collectives: two all-gathers if `fully_shard` has sharded the weight further.
     """
     local = local_tensor(weight)
     if tuple(local.t().shape if layout.is_transposed_weight else local.shape) == shape:
@@ -550,10 +547,7 @@ def _compare_generators(device: torch.device, registry: ProcessGroupRegistry, na
 def _draw_factors(
     layout: AdapterLayout, r: int, generator: torch.Generator | None, drawn: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the initial full factors A [r, in] and B [out, r].
-
-    A is drawn as in `nn.Linear`, and B is zero. On an embedding A is zero, and B is drawn as in `nn.Embedding`.
-    """
+    """Return the initial full factors A [r, in], drawn, and B [out, r], zero. On an embedding B is drawn, and A is zero."""
     if layout.is_embedding:
         b = draw_embedding(layout.out_features, r, generator=generator, **drawn)
         return torch.zeros(r, layout.in_features, **drawn), b

@@ -203,10 +203,7 @@ def _adapters(model: nn.Module, key: str) -> list[Adapter]:
 def _stored_parameters(
     adapter: Adapter, model: nn.Module, registry: ProcessGroupRegistry
 ) -> tuple[list[str], list[StoredParameter]]:
-    """Return (names of the adapted layers in the dense model, factors with PEFT's names of their tensors in a file).
-
-    There are several layers if the ranks have different experts.
-    """
+    """Return (names of the adapted layers in the dense model, factors with PEFT's names of their tensors in a file)."""
     layout = derived_layout(adapter, registry)
     if isinstance(layout, GroupedLayout):
         return _stored_factors_of_experts(adapter, layout, registry)
@@ -275,7 +272,6 @@ def _saved(model: nn.Module, key: str) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _saved_parameters(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> list[StoredParameter]:
-    """Return the parameters that `_saved` yields, with their specs and the names of their tensors in a file."""
     return [
         StoredParameter(param, spec_of(param, registry.topology), (f"{_PREFIX}{_without_prefix(module)}.{inner}",))
         for module, inner, param in _saved(model, key)

@@ -49,11 +49,7 @@ _EQUAL_IN_HALF = 5e-2
 
 
 class Sketch(NamedTuple):
-    """Fingerprint of a tensor on one rank, by which tensors of different ranks are compared.
-
-    ``projections`` are four dot products with random vectors of 1 and -1, which are the same on all ranks. ``constant`` is
-    True if all elements are equal.
-    """
+    """Fingerprint of a tensor on one rank: its norm, and dot products with random vectors, which all ranks share."""
 
     norm: float
     projections: tuple[float, ...]
@@ -82,10 +78,7 @@ class Sketch(NamedTuple):
         return all(abs(a - b) <= largest for a, b in pairs)
 
     def is_near(self, other: Sketch, fraction: float) -> bool:
-        """Return True if the norm of the difference of both tensors is at most ``fraction`` x the larger norm.
-
-        The norm of the difference is estimated by the dot products.
-        """
+        """Return True if the estimated norm of the difference of both tensors is at most ``fraction`` x the larger norm."""
         pairs = zip(self.projections, other.projections, strict=True)
         square = sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS
         return square <= (fraction * max(self.norm, other.norm)) ** 2
@@ -212,7 +205,6 @@ def tied_names(specs: Sequence[Mapping[str, P | None]], topology: Topology) -> l
     A tied parameter may have different names on its stages. Parameters that are tied over the same stages are matched
     as in `ParallelOptimizer`. First, a name that all ranks of these stages have is one parameter; such names are not in
     the dicts. Then the n-th remaining name of a rank is the same parameter as the n-th remaining name of every other rank.
-    ``specs`` has the spec of each parameter in the axes of the topology; None without a declaration.
     """
     by_tie: dict[Hashable, dict[int, list[str]]] = {}
     for rank, params in enumerate(specs):
@@ -234,7 +226,6 @@ def hints_of_equal_stages(values: Sequence[Mapping[str, Hashable]], topology: To
     """Return at most one text, which names parameters of different pipeline stages with equal values.
 
     Parameters with equal values are not named if two of them are on one stage, because such copies are usually intended.
-    ``values`` has, per rank, a fingerprint of each parameter that is neither constant nor tied.
     """
     if not topology.pipe_axes:
         return ()
@@ -286,11 +277,7 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return texts with an observation that contradicts a declared layout, and possible causes; None without one.
-
-    ``audited`` has the parameter on each rank along an axis. If these ranks see different samples, gradients are not
-    compared.
-    """
+    """Return texts with an observation that contradicts a declared layout, and possible causes; None without one."""
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]
     comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)

@@ -145,7 +145,7 @@ def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
     """Return True if the rank at ``coordinate`` must count its shard of a parameter in DeepSpeed's gradient norm.
 
-    Several ranks of a model-parallel group may hold the same shard. The result is True for the first of these ranks.
+    The result is True for the first of the ranks of a model-parallel group that hold the same shard.
     """
     spec = spec.resolve(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]

@@ -58,10 +58,6 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
 
     Return a dict from the names of mesh dims to their axes. It has only the mesh dims whose names are neither axes nor
     aliases of the topology.
-
-    Raises:
-        ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim has the name of an
-            axis or alias, but other ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
@@ -90,7 +86,6 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
 
 
 def label(tensor: DTensor) -> str:
-    """Return the declared name of a DTensor for messages; without a name, a text with its shape."""
     return label_of(tensor, "DTensor parameter")
 
 
@@ -195,9 +190,6 @@ def annotation_for(param: DTensor) -> Annotation:
 
     The layout over the axes of the DTensor's mesh follows from the placements, the layout over other axes from the
     declaration. Without a declaration, the layout over other axes is unknown, and the annotation has ``declared=False``.
-
-    Raises:
-        ValueError: The declaration contradicts the placements.
     """
     declared, axes, inner, (topology, found) = (
         annotation_of(param),
@@ -266,10 +258,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
-    """Make the local parameter ``piece`` use the memory of the DTensor's local tensor, and return it.
-
-    If ``piece`` is None, a new local parameter is created.
-    """
+    """Make the local parameter ``piece``, or a new one, use the memory of the DTensor's local tensor, and return it."""
     value = waited(param._local_tensor).detach()
     if piece is None:
         piece = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -345,10 +334,7 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool) -> None:
-    """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`, in ``piece.grad_dtype``.
-
-    Arguments, errors and collectives are those of `local_gradient`.
-    """
+    """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`, in ``piece.grad_dtype``."""
     local, wanted = local_gradient(param, piece, to_sum=to_sum), piece.grad_dtype
     piece.grad = local if local is None or wanted is None or wanted == local.dtype else local.to(wanted)
 
@@ -389,11 +375,10 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
 
 def sum_partial_gradient(param: DTensor) -> None:
-    """Replace ``param.grad`` by its sum if it is a DTensor that is partial over a mesh dim.
+    """Replace ``param.grad`` by its sum, in the placements of the parameter, if it is a DTensor that is partial.
 
-    An example is the gradient of a norm layer under `SequenceParallel`. The new gradient has the placements of the
-    parameter. If the parameter is declared with partial axes, the gradient is unchanged, because the caller sums it. If the
-    gradient is partial on a rank, it must be partial on all ranks of the mesh.
+    If the parameter is declared with partial axes, the gradient is unchanged, because the caller sums it. If the gradient
+    is partial on a rank, it must be partial on all ranks of the mesh.
 
     Collectives: for a partial gradient, an all-reduce per partial mesh dim, or a reduce-scatter if this mesh dim shards the
     parameter.
@@ -554,10 +539,7 @@ def _partial_axes(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _sharded_sum_axes(piece: nn.Parameter) -> list[str]:
-    """Return the partial axes of the gradient that `settle_sums` stored, and that shard the parameter.
-
-    They are not partial axes in the spec of the local parameter ``piece``, because a spec names an axis once.
-    """
+    """Return the axes of `settle_sums` that shard the parameter, and so are no partial axes in the spec of ``piece``."""
     return [axis for axis in settled_sums(piece) if axis not in _partial_axes(piece)]
 
 
@@ -570,19 +552,15 @@ def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return a local gradient of zeros for a DTensor parameter, with the dtype that its gradients have.
-
-    The shape is the one that this rank's local tensor would have if ``axes`` did not shard the parameter.
-    """
+    """Return zeros for a local gradient of a DTensor parameter, as if ``axes`` did not shard the parameter."""
     shape = [sum(length for _, length in _spans(param, dim, length, axes)) for dim, length in enumerate(param.shape)]
     return torch.zeros(shape, dtype=param.grad_dtype or param.dtype, device=param.device)
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return this rank's shard of ``local`` over the mesh dims ``axes``, which shard ``param``.
+    """Return this rank's shard of ``local`` over the mesh dims ``axes``, which shard ``param``; not a view.
 
-    ``local`` is not sharded over ``axes``. Over all other axes it has the layout of ``param``. The result is not a view of
-    a larger tensor.
+    Over all other axes, ``local`` has the layout of ``param``.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):
@@ -611,10 +589,7 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (offset, length) spans of this rank's shard of a tensor dim that has ``length`` elements before sharding.
-
-    The axes ``without`` are ignored, as if they did not shard the dim.
-    """
+    """Return the (offset, length) spans of this rank's shard of a dim of ``length``, as if ``without`` did not shard it."""
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
     spans: tuple[tuple[int, int], ...] = ((0, length),)
@@ -641,8 +616,7 @@ class _Seen(NamedTuple):
     """Result of `of_each` for one DTensor parameter, cached on the parameter.
 
     The result is the first three fields. It is valid while the other fields are the current objects. ``annotation`` is that
-    of the local parameter ``piece``, ``declared`` that of the DTensor itself. ``size`` is the number of elements of the
-    local gradient. ``layout`` and ``grad_layout`` are torch's DTensorSpec of the DTensor and of the gradient.
+    of the local parameter ``piece``, ``declared`` that of the DTensor itself.
     """
 
     piece: Tensor
@@ -663,10 +637,7 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 
 
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
-    """Implement `local_parameters.local_gradients` for lists with DTensors: return the fields of its result.
-
-    Results are cached on the DTensors (`_Seen`).
-    """
+    """Return the fields of `local_parameters.local_gradients` for lists with DTensors, and cache them on the DTensors."""
     params = list(params)
     members = [*map(_MEMBERS, params)]
     seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
@@ -687,8 +658,7 @@ def _valid_columns(
 ) -> LocalLists | None:
     """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
-    The checks are passes over lists in C, because Python code per parameter would be slow. ``members`` has the ``__dict__``
-    of each parameter. A gradient that is None or a plain tensor makes the results invalid.
+    The checks are passes over lists in C, because Python code per parameter would be slow.
     """
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Inferred(NamedTuple):
-    """A registry, and the device meshes from which its axes were derived.
-
-    ``world`` is the default process group when the registry was created; None without ``torch.distributed``.
-    """
+    """A registry, the device meshes from which its axes were derived, and the default process group at that time."""
 
     world: object
     meshes: tuple[DeviceMesh, ...]
@@ -133,10 +130,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def averaging_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of ``model`` that average gradients.
-
-    These are `DistributedDataParallel` modules and modules to which `fully_shard` was applied.
-    """
+    """Return the outermost `DistributedDataParallel` and `fully_shard` modules of ``model``, which average gradients."""
     names = (("torch.nn.parallel.distributed", "DistributedDataParallel"), ("torch.distributed.fsdp", "FSDPModule"))
     kinds = tuple(kind for kind in (loaded_class(*name) for name in names) if kind is not None)
     found = [module for module in model.modules() if isinstance(module, kinds)]
@@ -160,10 +154,7 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 
 
 def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
-    """Return the mesh dims, averaged ranks and layouts of this rank's ``params``, as a `_View`.
-
-    Over the meshes ``averaging``, `fully_shard` averages gradients.
-    """
+    """Return this rank's `_View`. Over the meshes ``averaging``, `fully_shard` averages gradients."""
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)
     dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes, need_names=False))
@@ -192,10 +183,7 @@ def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
 
 
 def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any_roles: bool) -> Topology:
-    """Return the topology with the largest axes of which every mesh dim in ``dims`` is a product.
-
-    The roles of axes are derived from ``views``. ``dims`` has, per global rank, the mesh dims that determine the axes.
-    """
+    """Return the topology with the largest axes of which every mesh dim in ``dims`` (per global rank) is a product."""
     roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:

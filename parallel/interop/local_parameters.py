@@ -61,10 +61,9 @@ def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
 
 
 def named_shards(model: nn.Module) -> dict[str, Tensor]:
-    """Return ``model.named_parameters()`` as a dict, with sharded parameters for all `fully_shard` modules.
+    """Return ``model.named_parameters()`` as a dict, with the sharded parameters that optimizers need.
 
     A `fully_shard` module may still have its gathered parameters, for example after a forward without a backward.
-    Optimizers need the sharded parameters.
     """
     shards: dict[int, Tensor] = {}
     for module in fully_sharded(model):
@@ -83,14 +82,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
-    """Return the local parameter of a DTensor: a plain parameter that uses the memory of the DTensor's local tensor.
+    """Return the local parameter of a DTensor, annotated with the DTensor's spec; a plain parameter unchanged.
 
-    The local parameter is annotated with the DTensor's spec. A plain parameter is returned unchanged. Without a topology
-    the mesh of a DTensor is not checked.
-
-    Raises:
-        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or with a
-            topology, its mesh lacks this rank, or has a dim whose ranks are not the ranks of axes.
+    Without a topology the mesh of a DTensor is not checked.
     """
     if not has_dtensors((param,)):
         return param
@@ -142,8 +136,6 @@ def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial
     With ``sum_partial``, first replace partial gradients of DTensors by their sums, except gradients of parameters that are
     declared partial.
 
-    Raises:
-        ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
     Collectives: with ``sum_partial``, per partial gradient an all-reduce or reduce-scatter over each partial mesh dim.
     """
     if not has_dtensors(params):
@@ -162,8 +154,6 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
     the DTensor if the DTensor has none. Pass ``to_sum=True`` if the block sums the partial gradients in place over the
     partial axes in the specs.
 
-    Raises:
-        ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
     Collectives: with ``to_sum``, all-reduces of partial gradients of sharded DTensors, when the block starts.
     """
     if not has_dtensors(params):
@@ -188,10 +178,6 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
     """Return for each DTensor with a gradient the axes over which the gradient is partial but not declared partial.
 
     The key of a DTensor in the dict is the same on all ranks of its mesh.
-
-    Raises:
-        ValueError: The placements of a gradient can't be converted to the placements of its parameter; or a gradient is
-            not partial over an axis that is declared partial.
     """
     if not has_dtensors(params):
         return {}
@@ -203,8 +189,8 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
 def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
     """Store the union of the partial axes that `sums_seen` found on all ranks, so that every step sums these gradients.
 
-    ``params`` are the parameters that were passed to `sums_seen`, in the same order. Return True if an axis was stored that
-    was not stored before.
+    ``params`` are those of `sums_seen`, in the same order. Return True if an axis was stored that was not stored
+    before.
     """
     if not has_dtensors(params):
         return False

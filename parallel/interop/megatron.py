@@ -118,10 +118,7 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
 
 
 class Rules:
-    """Rules that translate Megatron's flags and parameter names into specs, for the parameters of one model.
-
-    The arguments are as in `declare_by_flags`.
-    """
+    """Rules that translate Megatron's flags and parameter names into specs. The arguments are as in `declare_by_flags`."""
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None) -> None:
         named = _groups_of(groups, _FIELDS)
@@ -149,9 +146,6 @@ class Rules:
         """Return the spec of a parameter, and the number by which its gradient must be divided.
 
         The number is the size of the tensor-parallel group if the gradient must be averaged over this group, else 1.
-
-        Raises:
-            ValueError: Flags contradict each other or do not fit the parameter, or a needed group is missing.
         """
         expert = self.is_expert(param)
         tensor = self._axes_of("expert_tensor" if expert else "tensor", name)
@@ -244,13 +238,7 @@ class Rules:
 
 
 def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str) -> Axes:
-    """Return the axes larger than 1 along which this rank's group consists of exactly the global ranks ``ranks``.
-
-    The ranks may have any order.
-
-    Raises:
-        ValueError: There are no such axes, or this rank is not in ``ranks``.
-    """
+    """Return the axes larger than 1 along which this rank's group consists of ``ranks``, in any order."""
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
     if registry.global_rank not in ranks:
         raise ValueError(
@@ -273,12 +261,7 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
         Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
 
-    ``groups`` has the global ranks of each group of one rank, by the group's name in this module. Any rank may be chosen.
-    `registry_of` describes the axes.
-
-    Raises:
-        ValueError: Strides and spans of groups do not divide each other, so no common axes exist; or no group of dense
-            parameters connects some ranks.
+    ``groups`` has the global ranks of each group of any one rank. `registry_of` describes the axes.
     """
     strides = {name: _strides_of(_FIELDS[name], ranks) for name, ranks in groups.items() if len(ranks) > 1}
     by_field = {_FIELDS[name]: ranks for name, ranks in groups.items()}
@@ -326,12 +309,8 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
     """Return Megatron's process groups of this rank, by their names in this module.
 
-    ``names`` has the attribute of each wanted group in a ``ProcessGroupCollection``. Groups that this rank does not have
-    are left out.
-
-    Raises:
-        RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
-        ValueError: tp, pp or dp is missing.
+    ``names`` has the attribute of each wanted group in a ``ProcessGroupCollection``. Groups that this rank does not
+    have are left out; a missing tp, pp or dp raises ValueError.
     """
     if groups is None:
         from megatron.core import parallel_state

@@ -48,8 +48,8 @@ def _is_down_sharded(module: Any) -> bool:
 def _modules_without_sum(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the (name, module) pairs of MLA modules whose backward does not sum the gradient of the rotary keys.
 
-    The sum is over the tensor-parallel group. Megatron makes it only with sequence parallelism and a replicated
-    ``linear_kv_down_proj``; a hook of `sum_rope_gradients` makes it too.
+    Megatron makes the sum, over the tensor-parallel group, only with sequence parallelism and a replicated
+    ``linear_kv_down_proj``.
     """
     for name, module in mla_modules(model):
         is_summed = module.config.sequence_parallel and not _is_down_sharded(module)
@@ -60,7 +60,7 @@ def _modules_without_sum(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def check_rope_gradients(model: nn.Module) -> None:
     """Raise ValueError if the backward of a multi-latent attention module does not sum the gradient of its rotary keys.
 
-    The sum must be over the tensor-parallel group. Call it only if this group has more than one rank.
+    Call it only if the tensor-parallel group has more than one rank.
     """
     for name, module in _modules_without_sum(model):
         layout = "sharded" if _is_down_sharded(module) else "replicated"
@@ -92,10 +92,7 @@ def sum_rope_gradients(model: nn.Module) -> None:
 
 
 class _RopeSum:
-    """Forward hook of ``linear_kv_down_proj``, which makes backward sum the gradient of the rotary keys.
-
-    ``latent`` is the number of output columns of the latent, and ``rope`` of the rotary keys, which follow the latent.
-    """
+    """Forward hook of ``linear_kv_down_proj``, which makes backward sum the gradient of the rotary keys."""
 
     def __init__(self, latent: int, rope: int, sequence_parallel: bool, group: dist.ProcessGroup) -> None:
         self.latent, self.rope, self.sequence_parallel, self.group = latent, rope, sequence_parallel, group

@@ -109,10 +109,7 @@ def sharded_model(model: nn.Module) -> Any:
 
 
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep).
-
-    The arguments are sizes of mesh dims. Both meshes also have ``pp`` and ``dp_replicate``.
-    """
+    """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep)."""
     return Topology(
         pp=pp,
         dp_replicate=dp_replicate,
@@ -168,10 +165,7 @@ def _glob_of(name: str) -> str:
 
 
 def _remove_hooks(module: nn.Module, forward: Any) -> None:
-    """Restore the module's original forward, and remove Transformers' hooks from its parameters.
-
-    ``forward`` is the forward that Transformers has set. None: an earlier `registry_of` restored the original; do nothing.
-    """
+    """Restore the module's original forward, and remove Transformers' hooks; do nothing if ``forward`` is None."""
     if forward is None:
         return
     inner = inspect.getclosurevars(forward).nonlocals

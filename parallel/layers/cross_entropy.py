@@ -170,6 +170,7 @@ class _Sharding:
     classes: int | None = None
 
     def reduce_over_classes(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce ``tensor`` in place over the axis that shards the classes."""
         if self.class_axis is not None and self.registry.size(self.class_axis) > 1:
             with track_call("cross_entropy", self.registry):
                 dist.all_reduce(tensor, op=op, group=self.registry.group(self.class_axis))
@@ -211,7 +212,7 @@ class _Sharding:
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
         """Return (index among this rank's classes, mask of targets on other ranks, number of classes over all ranks).
 
-        The index is 0 for a target on another rank.
+        The index of a target on another rank is 0.
         """
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
@@ -268,10 +269,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 def _reduce(loss: Tensor, ignored: Tensor, sharding: _Sharding) -> tuple[Tensor, Tensor]:
-    """Return the loss reduced by ``sharding.reduction``, and the weight of each target's loss in the result.
-
-    ``loss`` has the loss of each target on this rank, and 0 for an ignored target.
-    """
+    """Return the loss reduced by ``sharding.reduction``, and the weight of each target's loss in the result."""
     weight = (~ignored).to(loss.dtype)
     if sharding.reduction == "none":
         return loss, weight

@@ -29,10 +29,7 @@ def draw_linear(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the initial weight [out_features, in_features] and bias [out_features] of `nn.Linear`, on every rank in full.
-
-    With ``bias=False``, the second result is None.
-    """
+    """Return the full initial weight [out_features, in_features] and bias [out_features] (or None) of `nn.Linear`."""
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
     if not bias:
@@ -66,10 +63,7 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
 
 
 def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by its spec; None on other ranks.
-
-    A rank does not hold the parameter if the spec names other ranks by ``owned=`` or ``tied=``.
-    """
+    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by its spec; None on other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
         return keep_shard(full, spec, registry)
     _check_shards(full, spec, registry.topology)
@@ -102,10 +96,7 @@ def check_features(
     registry: ProcessGroupRegistry,
     advice: str = "",
 ) -> None:
-    """Raise ValueError if the last dim of a layer's input is not this rank's shard of the features.
-
-    ``features`` and ``local_features`` are the number of features in total and on this rank.
-    """
+    """Raise ValueError if the last dim of a layer's input is not this rank's shard, of ``local_features`` features."""
     if input.shape[-1:] != (local_features,):
         uneven = ", uneven=True" if features % registry.size(axis) else ""
         raise ValueError(
@@ -116,7 +107,6 @@ def check_features(
 
 
 def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
-    """Return a text with the sizes of ``axes`` for the repr of a layer, such as ``row=2, col=2``."""
     return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)
 
 

@@ -156,8 +156,6 @@ class _SplitLayerNorm(torch.autograd.Function):
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance, [..., 1] each, over the features of all ranks in the group ``cols``.
 
-    ``x`` is this rank's shard. ``features`` is the number of features over all ranks.
-
     Collectives: one all-gather, or two all-reduces if ``features`` is not divisible by the size of the group; none over a
     single rank.
     """

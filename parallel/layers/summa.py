@@ -46,14 +46,10 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of the grid."""
         return self.registry.size(self.row, self.col)
 
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """Divide a dim of length ``length`` into panels.
-
-        Each panel lies in one of the shards over ``row``, and in one of the shards over ``col``. Return its `Part` of both.
-        """
+        """Divide a dim into panels, and return their parts of the shards over ``row``, and of the shards over ``col``."""
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
         by_row, by_col = (
@@ -63,10 +59,7 @@ class Grid:
 
 
 class Part(NamedTuple):
-    """A panel as a part of one shard of a dim that is sharded over an axis.
-
-    ``owner`` is the coordinate of the ranks that hold the shard. ``start`` is the index of the panel in the shard.
-    """
+    """A panel as a part of the shard of the ranks with coordinate ``owner``; ``start`` is its index in the shard."""
 
     owner: int
     start: int
@@ -169,10 +162,7 @@ class _SummaTransposed(torch.autograd.Function):
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` cast to the autocast dtype, as autocast casts the operands of a matrix product.
-
-    A float64 tensor is returned unchanged.
-    """
+    """Return ``tensor`` cast as autocast casts the operands of a matrix product; float64 unchanged."""
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return tensor
@@ -182,8 +172,7 @@ def autocast(tensor: Tensor) -> Tensor:
 def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
     """Yield the panels of a sharded matrix one after the other, each broadcast to all ranks along ``axis``.
 
-    Before a panel is yielded, the broadcast of the next panel is started. ``dim`` of this rank's ``block`` is sharded over
-    ``axis`` and divided into ``parts``.
+    Before a panel is yielded, the broadcast of the next panel is started.
     """
     if grid.registry.size(axis) == 1:
         yield from (block.narrow(dim, part.start, part.width) for part in parts)
@@ -212,7 +201,7 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 class _Reduction:
     """Sums of tensors over the ranks along ``axis``, one sum per panel, on the rank that owns the panel.
 
-    A reduction runs while the caller computes the next tensor. A rank concatenates the sums that it owns along ``dim``.
+    A reduction runs while the caller computes the next tensor.
     """
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:

@@ -45,10 +45,7 @@ def _check_sequence(input: Tensor, layer: str) -> None:
 
 
 class _SplitLinear(nn.Module):
-    """Base class of `ColumnParallelLinear` and `RowParallelLinear`: creates weight and bias, sharded and annotated.
-
-    ``drawn`` are the arguments ``generator``, ``device`` and ``dtype`` for the initial weights.
-    """
+    """Base class of `ColumnParallelLinear` and `RowParallelLinear`: creates weight and bias, sharded and annotated."""
 
     def __init__(
         self,

@@ -57,10 +57,7 @@ class Annotation:
         )
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the model axes larger than 1 over which the layout is unknown.
-
-        If ``declared`` is False, these are the axes outside the DTensor's device mesh. Otherwise the result is ().
-        """
+        """Return the model axes larger than 1 over which the layout is unknown; () if it is declared."""
         if self.declared:
             return ()
         described = self.mesh_axes_on(topology)
@@ -94,11 +91,11 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
+    """Set the annotation of ``param`` without checking it."""
     setattr(param, ATTRIBUTE, annotation)
 
 
 def annotation_of(param: Tensor) -> Annotation | None:
-    """Return the annotation of a parameter, or None if it has no annotation."""
     found: Any = getattr(param, ATTRIBUTE, None)
     return found if isinstance(found, Annotation) else None
 
@@ -172,9 +169,6 @@ def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name:
     """Return True if the parameter ``name`` keeps its ``existing`` layout, False if ``rule`` sets its layout.
 
     ``rule`` is the most specific of the ``rules`` that may change the layout. None: there is no such rule.
-
-    Raises:
-        ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call, other than ``"*"``.
     """
     if rule == name:
         return False
@@ -191,10 +185,7 @@ def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name:
 def _most_specific(name: str, rules: Mapping[str, P]) -> str | None:
     """Return the most specific rule that matches a parameter; None if no rule matches.
 
-    The most specific rule is the full name ``name``, or else the pattern with the most literal characters.
-
-    Raises:
-        ValueError: Several patterns have the most literal characters, and their layouts differ.
+    It is the full name ``name``, or else the pattern with the most literal characters.
     """
     if name in rules:
         return name

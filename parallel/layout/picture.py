@@ -45,29 +45,19 @@ def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start"
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 0, fill: str = "") -> str:
-    """Return a rectangle as SVG, with its upper left corner at (x, y). All lengths are in pixels.
-
-    ``kind`` is a class of the style sheet. An empty ``fill`` means the colour of the class.
-    """
+    """Return a rectangle as SVG, with its upper left corner at (x, y). All lengths are in pixels."""
     style = f' style="fill: {fill}"' if fill else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
 
 
 def line(points: Iterable[tuple[float, float]], kind: str = "line", colour: str = "", width: float = 1.6) -> str:
-    """Return a line through ``points``, which are (x, y) in pixels, as SVG.
-
-    ``width``, in pixels, is used only with a ``colour``; without a colour, the line has the colour and the width of the
-    class ``kind`` of the style sheet.
-    """
+    """Return a line through ``points``, (x, y) in pixels, as SVG; ``width`` is used only with a ``colour``."""
     style = f' style="fill: none; stroke: {colour}; stroke-width: {width:g}"' if colour else ""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{kind}"{style}/>'
 
 
 def page(title: str, width: float, height: float, parts: Iterable[str], style: str | None = None) -> str:
-    """Return a complete SVG picture of ``width`` x ``height`` pixels, with the SVG elements ``parts`` below the title.
-
-    ``style`` is a style sheet. None: it follows the light or dark mode of the browser.
-    """
+    """Return a complete SVG picture. ``style`` is a style sheet; None: it follows the light or dark mode of the browser."""
     style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     lines = [head, f"<title>{escape(title)}</title>", f"<style>{style}</style>"]
@@ -86,8 +76,6 @@ Cells = frozenset[tuple[int, ...]]
 
 
 class Shown(NamedTuple):
-    """A parameter in the picture: its title, its spec and its number of dims."""
-
     title: str
     spec: P
     dims: int
@@ -238,8 +226,7 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
 def card(rank: int, sizes: Sequence[int], cells: Cells, colour: str, x: float, y: float) -> Iterator[str]:
     """Iterate over the SVG elements of the card of a rank: the rank, and the full tensor with the rank's cells filled.
 
-    A tensor of one dim is drawn as a bar, and a matrix as a square. A dim that is not sharded has one cell. Of a tensor
-    of three dims, the cells along the first dim are drawn as a column.
+    Of a tensor of three dims, the cells along the first dim are drawn as a column.
     """
     yield box(x, y, CARD, CARD, "card", 6)
     yield text(x + CARD / 2, y + 14, str(rank), "quiet", "middle")

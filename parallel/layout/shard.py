@@ -177,7 +177,7 @@ class Region:
     def _rectangles(self, box: Box, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
         """Split the rectangle ``box`` of the shard, with the elements ``part``, into rectangles of the full tensor.
 
-        Yield (index of the first element in the full tensor, view of ``part``) pairs. ``box`` has indices of the shard.
+        Yield (index of the first element in the full tensor, view of ``part``) pairs.
         """
         by_dim = []
         for spans, first, length in zip(self.spans, box.offsets, box.sizes, strict=True):
@@ -220,8 +220,7 @@ def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) 
     """Reorder a tensor of shards, concatenated along ``dim``, into the full tensor; differentiable.
 
     If the dim consists of blocks, each shard has elements of every block. The concatenated shards therefore have
-    another order than the full tensor. ``pieces`` has, per shard, the (offset, length) pairs of its elements along
-    ``dim`` of the full tensor. Return ``tensor`` itself if its elements are in order already.
+    another order than the full tensor. ``pieces`` has, per shard, the spans of its elements in the full tensor.
     """
     runs, at = [], 0
     for offset, length in (span for spans in pieces for span in spans):
@@ -478,11 +477,9 @@ _MAX_DIMS = 64
 def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
     """Return the shapes of the shards of all ranks of a group, [ranks, dims], on the device of ``local``.
 
-    Args:
-        local: The shard; None: this rank has no valid shard, and raises an error after this call.
-    Raises:
-        ValueError: On every rank that passes a shard: a rank has no valid shard, or shards have different dtypes or numbers
-            of dims.
+    A rank without a valid shard passes None, and raises an error after this call. All other ranks raise ValueError then,
+    or if shards have different dtypes or numbers of dims.
+
     Collectives: one all-gather. Host synchronization: yes.
     """
     own = [-1] * (_MAX_DIMS + 2)
@@ -569,9 +566,7 @@ def _join_uneven(
 ) -> Tensor:
     """Join shards, whose shapes may differ, into the full tensor.
 
-    The length of a dim of the full tensor is the sum of the lengths of the shards along the axes that shard the dim.
-    ``pieces`` has no replicas, and ``coordinates`` has, per shard, the coordinate of a rank that holds it. ``spec`` has
-    no aliases.
+    ``pieces`` has no replicas, and ``coordinates`` has, per shard, the coordinate of a rank that holds it.
     """
     shape = []
     for dim in range(pieces[0].dim()):

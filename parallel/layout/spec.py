@@ -75,7 +75,6 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
 
 
 def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
-    """Return the source text of the call ``blocks(axis, sizes)``, for the `repr` of a spec."""
     return f"blocks({axis!r}, {len(sizes) if set(sizes) == {1} else sizes})"
 
 
@@ -84,10 +83,6 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
 
     ``sizes`` has the relative lengths of the blocks in ``spans``. With several blocks, each block is split into ``parts``,
     and the shard is the concatenation of one part per block. A single block is split as `torch.chunk` does.
-
-    Raises:
-        ValueError: There are several blocks, and the total length is not a multiple of the sum of ``sizes``, or the
-            length of a block is not a multiple of ``parts``.
     """
     total = sum(length for _, length in spans)
     if len(sizes) == 1:

@@ -141,10 +141,7 @@ _answering: Answering | None = None
 
 
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
-    """Start the thread of `Answering`, unless it already runs for the current default process group.
-
-    Return True if this call started the thread.
-    """
+    """Start the thread of `Answering`, unless it runs already, and return True if this call started it."""
     global _answering
     if _answering is not None and _answering.is_of_now():
         return False
@@ -216,8 +213,7 @@ class Caller(Protocol):
 class _ThreadCalls:
     """The tracked calls of one thread. Calls inside other tracked calls are not tracked.
 
-    ``counts`` has the number of calls per name since `start_over`. ``last`` is the name, number and error type of the last
-    finished call; the error type is None if the call returned. None: no call has finished since `start_over`.
+    ``last`` is the name, number and error type of the last finished call. The error type is None if the call returned.
     """
 
     __slots__ = ("__weakref__", "counts", "current", "last", "thread")
@@ -283,7 +279,6 @@ class track_call:
 
     @property
     def call(self) -> Call:
-        """Return the name and the number of the call."""
         return Call(self._name, self._number)
 
 
@@ -305,8 +300,7 @@ def public_call(method: F) -> F:
 def public_constructor(init: F) -> F:
     """Decorate ``__init__``, so that it runs in a `track_call` block with the name of the constructed class.
 
-    The registry is the second positional argument after ``self``, or the keyword argument ``registry``. A call without a
-    registry is not tracked.
+    The registry is the second positional argument after ``self``, or the keyword argument ``registry``.
     """
 
     @wraps(init)
@@ -325,10 +319,7 @@ def current_call() -> str | None:
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
-    """Raise RuntimeError unless all ranks are in tracked calls of the same name, or all ranks are in no tracked call.
-
-    ``calls`` has the result of `current_call` per global rank.
-    """
+    """Raise RuntimeError unless the `current_call` of all ranks, in ``calls``, is the same."""
     if len({*calls}) > 1:
         where: dict[str | None, list[int]] = {}
         for rank, call in enumerate(calls):
@@ -408,11 +399,7 @@ def _describe_activity() -> str:
 
 
 def _locate_user_code(frame: FrameType | None) -> str:
-    """Return a text with file, line and function of the innermost frame of user code.
-
-    User code is code outside torch, meshstep and the standard library. If all frames belong to these libraries, return the
-    text of the outermost frame. ``frame`` is None if the thread has ended.
-    """
+    """Return file, line and function of the innermost frame outside torch, meshstep and the standard library."""
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
@@ -453,10 +440,9 @@ def format_thread_stack(thread: int | None) -> str:
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:
-    """Start the background thread that tells other ranks the current calls of this process.
+    """Start the background thread that tells other ranks the current calls of this process, and restart their numbering.
 
-    The first call for a default process group also restarts the numbering of calls in every thread. Further calls have no
-    effect.
+    Further calls for the same default process group have no effect.
     """
     if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():

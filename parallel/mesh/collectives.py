@@ -297,10 +297,7 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
 
 
 def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
-    """Apply a map that splits ``over.dim`` over the ranks, and return this rank's shard.
-
-    If ``uneven`` is True, the dim is padded before the map, and the result narrowed to this rank's chunk.
-    """
+    """Apply a map that splits ``over.dim`` over the ranks; if ``uneven``, the dim is padded, and the result narrowed."""
     if not uneven:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)

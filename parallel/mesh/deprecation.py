@@ -18,10 +18,7 @@ def warn_deprecated(old: str, advice: str) -> None:
 
 
 def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a function for use as the ``__getattr__`` of a module; ``renamed`` has the class or function by former name.
-
-    For a former name the function issues a DeprecationWarning and returns the class or function.
-    """
+    """Return a ``__getattr__`` for a module, which warns about former names and returns the renamed objects."""
 
     def find(name: str) -> Any:
         if name not in renamed:
@@ -86,10 +83,7 @@ class _FormerMember:
 
 
 def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a decorator for dataclasses with renamed fields, as new name by former name.
-
-    Former names stay valid as attributes and as arguments of the constructor, and issue a DeprecationWarning.
-    """
+    """Return a decorator for dataclasses whose former field names stay valid, as attributes and in the constructor."""
     return lambda cls: renamed_members(**renamed)(renamed_arguments(**renamed)(cls))
 
 

@@ -30,10 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """Return the states of the CPU generators: a dict with ``"python"``, ``"cpu"`` (torch) and ``"numpy"``.
-
-    ``"numpy"`` is missing if no module has imported NumPy.
-    """
+    """Return the states of the CPU generators: ``"python"``, ``"cpu"`` (torch) and, if it is imported, ``"numpy"``."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
@@ -85,10 +82,7 @@ def check_random_state(state: object) -> None:
 
 @contextmanager
 def cpu_random_state_kept() -> Iterator[None]:
-    """Context manager that restores the states of the CPU generators when the ``with`` block ends.
-
-    NumPy's generator is restored only if NumPy was imported before the block.
-    """
+    """Restore the states of the CPU generators when the ``with`` block ends; of NumPy only if it was imported before."""
     state = cpu_random_state()
     try:
         yield
@@ -97,10 +91,7 @@ def cpu_random_state_kept() -> Iterator[None]:
 
 
 def seed_cpu_generators(seed: int) -> None:
-    """Seed the generators of Python, of torch for the CPU, and of NumPy, if a module has imported it.
-
-    NumPy accepts seeds from 0 to 2^32 - 1.
-    """
+    """Seed the generators of Python, of torch for the CPU, and of NumPy if it is imported; 0 <= ``seed`` < 2^32."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

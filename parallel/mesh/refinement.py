@@ -35,19 +35,15 @@ class Dim(NamedTuple):
 
 
 def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
-    """Return the result of `dims_of` on every rank, as a list indexed by global rank.
-
-    Collectives: one object all-gather over the world.
-    """
+    """Return the result of `dims_of` on every rank, by one all-gather, as a list indexed by global rank."""
     return gathered(lambda: dims_of(meshes))
 
 
 def gathered(make: Callable[[], T]) -> list[T]:
     """Call ``make`` on every rank of the world, and return a list of the results, indexed by global rank.
 
-    Raises:
-        Exception: ``make`` failed on this rank with another error than ValueError; its error is raised unchanged.
-        ValueError: ``make`` failed on a rank. The message is that of the first such rank.
+    A ValueError on one rank is raised on every rank. Any other error is a ValueError on the other ranks.
+
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
@@ -70,7 +66,6 @@ def gathered(make: Callable[[], T]) -> list[T]:
 
 
 def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a mesh's dims; without names, return dim_0, dim_1, ..."""
     return mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
 
 
@@ -107,12 +102,8 @@ def refined(
     first. A mesh dim whose name is not the name of an axis becomes an alias for its axes. `Topology.of_meshes` describes
     the names of the axes.
 
-    Args:
-        views: Per global rank, the mesh dims of the meshes that contain this rank, as `agreed_dims` returns them.
-        name_of: Function that names an axis that is part of no mesh dim. Its argument is the tuple of the ranks of the
-            axis's first group. None: such an axis is an error.
-    Raises:
-        ValueError: The meshes have no common axes.
+    ``views`` has the result of `dims_of` per global rank. ``name_of`` names an axis that is part of no mesh dim, from the
+    ranks of the axis's first group. None: such an axis is an error.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
@@ -177,9 +168,7 @@ def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list
 def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
     """Return the (size, stride) pairs of the grid that a group along a mesh dim forms, slowest pair first.
 
-    Raises:
-        ValueError: The groups have different sizes or strides, are not a grid, or begin at a rank where no group of a
-            row-major mesh begins.
+    If the groups differ in sizes or strides, or are not groups of a row-major mesh, raise ValueError.
     """
     first, (_, name) = groups[0], dim
     for group in groups:
@@ -205,10 +194,7 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
-    """Return the (size, stride) pairs of the grid whose row-major order is ``ranks``, slowest pair first.
-
-    None: there is no such grid. A group of one rank has no pairs.
-    """
+    """Return the (size, stride) pairs of the grid whose row-major order is ``ranks``, slowest first; None if none fits."""
     offsets = [rank - ranks[0] for rank in ranks]
     steps: list[tuple[int, int]] = []
     done = 1

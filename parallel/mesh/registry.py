@@ -123,10 +123,7 @@ def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
 
 
 def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
-    """Return options that make NCCL create the communicator in the group's first collective.
-
-    None: the group does not use NCCL, or this version of torch has no such option.
-    """
+    """Return options that make NCCL create the communicator in the first collective; None if they are not needed."""
     if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -230,9 +227,7 @@ _fake_registries = itertools.count()
 def default_group(topology: Topology) -> dist.ProcessGroup | None:
     """Return the default process group, or None for a topology of one rank without ``torch.distributed``.
 
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, and the topology has more than one rank.
-        ValueError: The topology and the default process group have different numbers of ranks.
+    Raise RuntimeError if a larger topology has no default group, and ValueError if the numbers of ranks differ.
     """
     if not dist.is_initialized():
         if topology.world_size == 1:
@@ -266,11 +261,8 @@ def agreed_name(topology: Topology, rank: int) -> str:
     """Return the name of the registry that this rank is constructing. The name is the same on all ranks.
 
     Each rank numbers its registries in the order of construction, and the name contains the number. The first rank that
-    constructs a registry with this number writes its topology into the store of the default group. Each other rank
-    compares its own topology with the stored one. In a fake world, which has only this process, nothing is compared.
-
-    Raises:
-        ValueError: Another rank constructed the registry with the same number for another topology.
+    constructs a registry with this number writes its topology into the store of the default group. Any other rank with
+    another topology raises ValueError. In a fake world, which has only this process, nothing is compared.
     """
     if is_fake():
         # torch's `FakeStore` stores nothing, so ranks cannot agree on a name through it.
@@ -313,9 +305,6 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     """Return torch's `DeviceMesh` of the ranks that differ from this rank only along the axes in ``dims``.
 
     ``dims`` has, per mesh dim, the axes of which it consists. The process group along each mesh dim is created.
-
-    Raises:
-        ValueError: The axes of a mesh dim are not in the order of the topology.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

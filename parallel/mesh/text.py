@@ -81,7 +81,6 @@ _ELIDED = "..."  # ASCII, for terminals without Unicode
 
 
 def render(topology: Topology, rank: int | None) -> str:
-    """Return the text of `Topology.table`, which describes the argument ``rank``."""
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
     lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
@@ -125,7 +124,7 @@ def _grid_axes(topology: Topology) -> tuple[str, ...]:
 def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
     """Return the lines of one block of the grid: the ranks at the coordinate ``where`` of the slower axes.
 
-    ``place`` is the coordinate of the marked ``rank``, whose row and column are always shown. Without a rank it is empty.
+    The row and column of the marked ``rank``, whose coordinate is ``place``, are always shown.
     """
     axes = _grid_axes(topology)
     column_axis = axes[-1] if axes else "rank"
@@ -159,8 +158,7 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 def _groups(topology: Topology, rank: int | None) -> list[str]:
     """Return the lines of the table of groups: a header, one line per axis, and one line per set of axes that has an alias.
 
-    Further lines are for all data axes together and for all model axes together, if there are several, and for all
-    pipeline and model axes together, if there are both.
+    Further lines are for all data axes, all model axes, and all pipeline and model axes together.
     """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     for alias, atoms in topology.aliases.items():

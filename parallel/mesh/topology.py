@@ -35,14 +35,7 @@ _RESERVED = ("self", "roles", "aliases")
 
 
 def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the size per axis and the axes per alias in a text such as ``"row=2,col=2,grid=row+col"``.
-
-    Entries are separated by commas or white space.
-
-    Raises:
-        ValueError: An entry is neither ``axis=size`` nor ``alias=axis+axis``; two entries have the same name; or an axis
-            is named ``self``, ``roles`` or ``aliases``.
-    """
+    """Return the size per axis and the axes per alias in a text such as ``"row=2,col=2,grid=row+col"``."""
     axes: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for part in re.split(r"[\s,]+", text.strip(" \t\n,")):
@@ -89,11 +82,7 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
 
     The names of an axis are its own name and the aliases that contain it. The role of an axis is the entry of
     ``explicit`` for one of these names. If there is none, it is the default role of one of these names (see
-    `Topology`). If they have no default role, it is ``"model"``.
-
-    Raises:
-        ValueError: ``explicit`` has an unknown role, or a name that is neither an axis nor an alias; or the names of an
-            axis have different roles.
+    `Topology`). If they have no default role, it is ``"model"``. Names with different roles raise ValueError.
     """
     axes = tuple(axes)
     for name, role in explicit.items():
@@ -135,10 +124,7 @@ def has_default_role(axis: str, aliases: Aliases) -> bool:
 
 
 def default_role(axis: str, aliases: Aliases) -> Role | None:
-    """Return the role of an axis in a topology without ``roles=``.
-
-    None: the name of the axis and the aliases that contain it have different default roles.
-    """
+    """Return the role of an axis without ``roles=``; None if its name and its aliases have different default roles."""
     try:
         return _role(axis, names_of(axis, aliases), {})
     except ValueError:
@@ -218,12 +204,7 @@ class ByRole:
 def resolve_aliases(
     aliases: Mapping[str, str | tuple[str, ...]], axes: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Check the aliases of a topology and return them as (alias, tuple of axes) pairs.
-
-    Raises:
-        ValueError: An alias is not an identifier, or is the name of an axis; or its axes are empty, unknown, repeated,
-            or in another order than in ``axes``.
-    """
+    """Return the aliases as (alias, tuple of axes) pairs; raise ValueError if one is not valid."""
     checked = []
     for alias, entry in aliases.items():
         atoms = (entry,) if isinstance(entry, str) else tuple(entry)
@@ -266,15 +247,12 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Split coordinates of an alias into coordinates per axis, whose product they must be.
+    """Split coordinates of an alias into coordinates per axis; raise ValueError if they are no product of these.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
 
     Negative coordinates count from the end. ``sizes`` has the axes of the alias, slowest first.
-
-    Raises:
-        ValueError: ``where`` is empty, or is not a product of sets of coordinates of the axes.
     """
     size = prod(sizes.values())
     points = dict(enumerate(product(*map(range, sizes.values()))))

@@ -46,16 +46,12 @@ def is_number(value: object) -> bool:
 
 
 def check_text(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is a str."""
     if not isinstance(value, str):
         raise wrong(field, value, "a string")
 
 
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
-    """Raise ValueError unless ``value`` is a floating-point tensor without NaN and infinity, of the expected shape.
-
-    ``shape=None`` accepts any shape. Host synchronization: yes, for a tensor on a device.
-    """
+    """Raise ValueError unless ``value`` is a finite floating-point tensor of this shape. Host synchronization: yes."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
         raise wrong(field, value, "a tensor of finite floats")
     if shape is not None and tuple(value.shape) != tuple(shape):
@@ -177,11 +173,7 @@ def check_like(value: object, like: object, field: str) -> None:
 
 
 def python_numbers(value: Any) -> Any:
-    """Return ``value`` with Python numbers in place of NumPy's numbers, also in its lists, tuples and dicts.
-
-    A schedule that computes with NumPy may write such numbers into param groups. ``torch.load(weights_only=True)``
-    rejects them.
-    """
+    """Return ``value`` with Python numbers in place of NumPy's numbers, which ``torch.load(weights_only=True)`` rejects."""
     if type(value) is dict:
         return {key: python_numbers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -225,10 +217,7 @@ def _shown(value: object) -> str:
 
 
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
-    """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real` and not a bool.
-
-    A 0-dim tensor may have any dtype; its value is not read. In the error, ``write`` describes a correct value.
-    """
+    """Raise TypeError unless ``value`` is a 0-dim tensor, which is not read, or a `numbers.Real` and not a bool."""
     if isinstance(value, Tensor):
         is_number, shown, kind = (
             value.dim() == 0,

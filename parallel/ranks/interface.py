@@ -97,11 +97,7 @@ class Ranks(ABC):
 
 
 def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call ``function(*args)`` on this rank for the ``args`` of each case, and return the results.
-
-    torch's global seed is set to 0 before each call. An error of ``function`` is the ``__cause__`` of a RuntimeError with
-    the arguments of the case.
-    """
+    """Call ``function(*args)`` on this rank for the ``args`` of each case, with torch's seed 0, and return the results."""
     results = []
     for args in cases:
         torch.manual_seed(0)
@@ -187,10 +183,7 @@ def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and the arguments that the caller passed to `encoded`.
-
-    First set `sys.path` to the path of the caller, and import the function's module.
-    """
+    """Return the function and the arguments of `encoded`, after setting `sys.path` and importing the function's module."""
     path, (module, file), call = pickle.loads(message)
     sys.path[:] = path
     if file is not None and module != "__main__":

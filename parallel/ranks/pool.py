@@ -51,11 +51,7 @@ from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded,
 
 
 class Task(NamedTuple):
-    """A call for one worker; ``call`` is the result of `encoded`, and ``group_timeout`` is in seconds.
-
-    ``group`` is the name of the default process group. A worker keeps its group if rank and name are the same as in its
-    previous task. ``port`` is the port of the pool's store on this machine.
-    """
+    """A call for one worker, which keeps its process group if rank and ``group`` are the same as in its previous task."""
 
     rank: int
     world_size: int
@@ -75,12 +71,8 @@ class Reply(NamedTuple):
 def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object] | None, folder: str | None) -> None:
     """Run the main loop of a worker: receive tasks, call their functions and send replies, until the connection is closed.
 
-    Args:
-        tasks: Connection from which pickled `Task` tuples are received, and to which pickled `Reply` tuples are sent.
-        stack: Connection to which the stacks of all threads are written at each signal ``SIGUSR1``, even while C++ code
-            runs.
-        initializer: Function that is called once, before the function of the first task.
-        folder: Folder with temporary files of the parent process, which the worker removes if the parent exits.
+    The stacks of all threads are written to ``stack`` at each signal ``SIGUSR1``, even while C++ code runs. ``initializer``
+    is called once, before the function of the first task. If the parent process exits, its temporary ``folder`` is removed.
     """
     _end_with_parent(folder)
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
@@ -159,10 +151,7 @@ def _end_with_parent(folder: str | None) -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """Set the environment variable GLOO_SOCKET_IFNAME to the loopback interface, unless the variable is set already.
-
-    Without the variable, gloo resolves the host name, which fails on some machines.
-    """
+    """Make gloo use the loopback interface by default, because resolving the host name fails on some machines."""
     with suppress(OSError):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         if loopback in (name for _, name in socket.if_nameindex()):

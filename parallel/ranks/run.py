@@ -190,7 +190,6 @@ _NAMES_OF_A_GROUP = 10**6  # numbers reserved for the names of the process group
 
 
 def was_launched() -> bool:
-    """Return True if a launcher has started several processes, and this process is one of them."""
     try:
         return read_environment(os.environ).world_size > 1
     except RuntimeError:  # the variables of a launcher are incomplete, for example in a shell of a batch system
@@ -290,10 +289,9 @@ class LaunchedRanks(Ranks):
             dist.destroy_process_group()
 
     def _reply(self, function: Callable[..., Any], call: bytes) -> None:
-        """Call the function, and write one reply into the store: its result, its traceback, or this rank's stack.
+        """Call the function, and write one reply into the store: its result, its traceback, or, at the timeout, its stack.
 
-        The stack is written if the function has not finished at the timeout. A KeyboardInterrupt or SystemExit is raised
-        without a reply.
+        A KeyboardInterrupt or SystemExit is raised without a reply.
         """
         assert self._of is not None
         key, timeout, once = f"reply/{self._calls}", self._of[1], threading.Lock()
@@ -378,11 +376,8 @@ class LaunchedRanks(Ranks):
     ) -> dict[int, Any]:
         """Wait for the values that ``ranks`` write into the store under ``key``, and return them by rank.
 
-        With ``called``, all ranks have made the call of `run`, and write their results.
-
-        Raises:
-            RanksError: A rank has finished the test without writing a value, or did not write one within ``timeout``
-                seconds.
+        Raise RanksError if a rank has finished the test without writing a value, or did not write one within ``timeout``
+        seconds. With ``called``, all ranks have made the call of `run`, and write their results.
         """
         deadline, end = time.monotonic() + timeout, f"end/{self._stages}"
         while True:

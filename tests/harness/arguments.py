@@ -12,9 +12,8 @@ AnyTransform = TypeVar("AnyTransform", bound=ParamTransform)
 def arguments(**options: Any) -> dict[str, Any]:
     """Return the arguments of `ParallelOptimizer` (or `Booster`) for options that test tables give as single words.
 
-    ``shard_states`` and ``shard_gradients`` become a `Sharded` placement, ``offload`` the fraction of `Offloaded`,
-    ``clip_value`` a `ByValue` rule and ``max_skips_in_a_row`` a `Skip` policy; all other options are passed on
-    unchanged.
+    ``shard_states``, ``shard_gradients``, ``offload``, ``clip_value`` and ``max_skips_in_a_row`` are converted; other
+    options pass unchanged.
     """
     states: list[StatePlacement] = []
     axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)
@@ -36,5 +35,5 @@ def arguments(**options: Any) -> dict[str, Any]:
 
 
 def link_of(optimizer: ParallelOptimizer, kind: type[AnyTransform]) -> AnyTransform:
-    """Return the optimizer's first parameter transform of the class ``kind``."""
+    """Return the first transform of this class."""
     return next(transform for transform in optimizer._states.transforms if isinstance(transform, kind))

@@ -19,7 +19,6 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def axes_of(topology: Topology) -> Axes:
-    """Return the axes of the topology with their sizes, in the topology's order."""
     return tuple(zip(topology.axes, topology.sizes, strict=True))
 
 
@@ -111,7 +110,6 @@ def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
 
 
 def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str, nn.Parameter]]:
-    """Return the declared parameters that this rank holds. Their gradients are marked as reduced."""
     from meshstep.optim.gradients.in_place import mark_complete
 
     found = []

@@ -27,7 +27,7 @@ def content(value: Any) -> Any:
 
 
 def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
-    """Return a model of linear layers with these names, and by default with a buffer; weights are equal at every call."""
+    """Return a model of linear layers with these names; weights are equal at every call."""
     torch.manual_seed(1)
     model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
     if buffer:
@@ -38,10 +38,6 @@ def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bo
 def optimizer_of(
     model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
 ) -> ParallelOptimizer:
-    """Return an optimizer on one rank over the param groups that ``groups`` makes of the model.
-
-    ``kind=`` sets torch's optimizer class. With a precision other than "fp32", the model is converted to bfloat16 first.
-    """
     kind = options.pop("kind", torch.optim.AdamW)
     if precision != "fp32":
         model.bfloat16()
@@ -50,7 +46,6 @@ def optimizer_of(
 
 
 def zipped(value: Any) -> bytes:
-    """Return the bytes that `torch.save` writes."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -59,8 +54,7 @@ def zipped(value: Any) -> bytes:
 def sealed(checkpoint: Path, saved: bytes | None = None) -> None:
     """Rewrite the manifest so that all its checksums match the current files.
 
-    Args:
-        saved: The content of meshstep.json as it was saved. None: its current content.
+    ``saved`` is the content of meshstep.json as it was saved. None: its current content.
     """
     file = checkpoint / "meshstep.json"
     try:

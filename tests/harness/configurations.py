@@ -27,8 +27,6 @@ Coordinate = dict[str, int]
 
 
 class Logical(NamedTuple):
-    """A parameter of the full model."""
-
     shape: tuple[int, ...]
     group: int = 0
 
@@ -61,7 +59,6 @@ class Layout(NamedTuple):
     """A mesh, and the layout of the parameters that are not replicated on it.
 
     Args:
-        specs: Specs by parameter name, in axes of the mesh.
         stages: The pipeline stage by parameter name, for parameters on one stage only.
         said: The specs that the user declares with axis aliases (``aliases=`` of `Topology`), by parameter name; for
             all other parameters the user declares `specs`.
@@ -181,7 +178,6 @@ class Mode(NamedTuple):
     """A precision mode and the errors that its rounding may cause.
 
     Args:
-        precision: The ``precision`` argument of the optimizer.
         dtype: The dtype of the weights and of the gradients of one micro-batch.
         rounding: Error bound of the weights, relative to each element.
         rounding_per_step: Error bound of the updated values per step, relative to the largest value the parameter had.
@@ -216,9 +212,7 @@ MEMORY_FORMATS = ("contiguous", "channels_last", "permuted", "expanded", "offset
 class Setting:
     """How a model is distributed and stepped; a run may resume from a checkpoint with another setting.
 
-    Args:
-        memory: Seed of the memory format of each parameter; 0: all are contiguous.
-        named: Whether param groups have names.
+    ``memory`` is the seed of the memory format of each parameter; 0: all are contiguous.
     """
 
     layout: str
@@ -259,7 +253,6 @@ class Case:
             checkpoint.
         saved_at: The number of steps before the checkpoint.
         stepped_before: Whether the optimizer that loads the checkpoint has already made steps.
-        implementation: The optimizer's implementation: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         small: Whether the model has one element, apart from the parameters of a param group added later.
         idle: Whether some shards, and some ranks' replicas, have no gradient in some micro-batches or whole steps.
         absent: Whether a rank whose parameters are in no loss of a micro-batch may pass None as the loss.
@@ -271,8 +264,8 @@ class Case:
             before which it is unfrozen, or None.
         written: The step before which the user writes weights (some are zeros), and how: ``"in place"``, ``"loaded"``
             (`load_state_dict`), ``"moved"`` (new memory) or ``"relaid"`` (another memory format).
-        differing: The key of `DIFFERING` whose option (or initial weights) differs on one rank. If ranks compare it, all
-            ranks must raise an error. None: no rank differs.
+        differing: The key of `DIFFERING` whose option (or initial weights) differs on one rank. If ranks compare it,
+            all ranks must raise an error. None: no rank differs.
     """
 
     setting: Setting
@@ -302,13 +295,11 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the model's parameters, including the group that is added later."""
         if self.small:
             return [name for name in MODEL if name in SMALL or (self.added is not None and _is_added(name))]
         return [name for name in MODEL if self.resumed is None or name not in UNEVEN]
 
     def has(self, name: str, step: int) -> bool:
-        """Return whether the optimizer has the parameter in this step."""
         return self.added is None or self.added <= step or not _is_added(name)
 
     def is_frozen(self, name: str, step: int) -> bool:
@@ -380,7 +371,6 @@ def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
 
 
 def start_of(name: str) -> Tensor:
-    """Return the full parameter before the first step."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
 
@@ -446,8 +436,6 @@ DIFFERING = {
     "weights": "the parameter differs",
 }
 
-# Layouts drawn more often than others: those where shards differ in the number of steps because their gradients are
-# summed over a single rank, where replicas share buckets with different parameters, and where a rank holds nothing.
 _OFTEN = [
     "folded",
     "two meshes of DTensors",
@@ -464,7 +452,6 @@ _OFTEN = [
 
 
 def setting_of(rng: random.Random) -> Setting:
-    """Return the next setting that ``rng`` draws."""
     return Setting(
         layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
         memory=rng.choice([0, rng.randint(1, 9)]),
@@ -538,6 +525,5 @@ CASES = st.integers(0, 2**32 - 1).map(case_of)
 
 
 def data_ranks(setting: Setting) -> int:
-    """Return the number of ranks that see different samples."""
     topology = setting.at.topology
     return prod(topology.size(axis) for axis in topology.data_axes)

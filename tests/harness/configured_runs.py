@@ -48,8 +48,6 @@ class Report:
     """The results of one rank.
 
     Args:
-        norms: The norm of each step.
-        params: The shard of each parameter that the rank holds.
         pieces: The tensors that the rank updates: parameter name, offset in the rank's shard, and values.
         offloaded: For each piece, whether it is a copy on the CPU.
         skipped: The number of skipped steps, as the optimizer counts them.
@@ -69,10 +67,8 @@ class Report:
 class Rank:
     """One rank's part of the model and its optimizer.
 
-    Args:
-        step: The step before which they are constructed: it decides whether the model has the added parameters.
-        moved: A value added to all weights.
-        device: The device of the model.
+    ``step`` is the step before which they are constructed: it decides whether the model has the added parameters.
+    ``moved`` is a value added to all weights.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class Rank:
         annotate(self.model[name], P() if meshed else at.said.get(name, spec), name)
 
     def _piece(self, full: Tensor, name: str) -> Tensor:
-        """Return this rank's shard of a parameter."""
         at = self.setting.at
         piece = slice_of(full, at.spec(name), at.topology, self.registry.global_rank)
         return piece.to(self.device, self.case.mode.dtype)
@@ -122,7 +117,6 @@ class Rank:
         return named if self.setting.named else [param for _, param in named]
 
     def options(self) -> dict[str, Any]:
-        """Return the optimizer's options by the short names that `arguments` converts."""
         case, setting = self.case, self.setting
         options: dict[str, Any] = {
             "precision": case.mode.precision,
@@ -147,7 +141,6 @@ class Rank:
     # Between steps -----------------------------------------------------------------------------------------------------
 
     def events(self, optimizer: ParallelOptimizer[Any], number: int) -> None:
-        """Apply the events that happen before a step."""
         case = self.case
         for name, param in self.model.items():
             if case.frozen is not None and case.frozen[0] == name and number in case.frozen[1:]:
@@ -161,7 +154,6 @@ class Rank:
         )
 
     def freeze(self, step: int) -> None:
-        """Freeze the parameters that are frozen in this step."""
         for name, param in self.model.items():
             if self.case.is_frozen(name, step):
                 param.requires_grad_(False)
@@ -237,7 +229,6 @@ class Rank:
                 )
 
     def see(self, optimizer: ParallelOptimizer[Any], report: Report) -> None:
-        """Record the final state in the report."""
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
         report.params = {name: local(param).cpu().clone() for name, param in self.model.items()}
         report.skipped = optimizer.skipped_steps
@@ -288,8 +279,7 @@ def registry_of(setting: Setting) -> Iterator[ProcessGroupRegistry]:
 
 
 def run(case: Case, path: Path, device: str = "cpu") -> Report:
-    """Run from the start to the end, with a checkpoint on the way if the case resumes from one. If it resumes with
-    another setting, this run ends at the checkpoint."""
+    """Run from the start to the end, or to the checkpoint if the case resumes with another setting."""
     with registry_of(case.setting) as registry:
         report, rank = Report(), Rank(case, case.setting, registry, device=device)
         if case.differing is not None and registry.topology.world_size > 1:
@@ -309,7 +299,6 @@ def run(case: Case, path: Path, device: str = "cpu") -> Report:
 
 
 def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
-    """Run from the checkpoint to the end."""
     assert case.resumed is not None
     with registry_of(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
@@ -341,9 +330,9 @@ def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
 
 
 def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry, device: str = "cpu") -> list[str]:
-    """Pass a different option on one rank.
+    """Pass a different option on one rank, and return the problems of this rank.
 
-    Return the problems of this rank: none if it raises an error that names the option, and changes nothing.
+    None if it raises an error that names the option, and changes nothing.
     """
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size

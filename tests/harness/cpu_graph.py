@@ -87,14 +87,11 @@ def capturing() -> Iterator[None]:
 
 
 class CpuGraph:
-    """One captured graph."""
-
     def __init__(self) -> None:
         self._noted = _Noting()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Record the operations within the block."""
         with capturing(), mock.patch.object(dist.Work, "wait", _waited), self._noted:
             yield
         self._noted.forget()

@@ -17,31 +17,24 @@ Instance = tuple[str, int]  # the group and the index of the rendezvous in it
 
 
 def eager(programs: Sequence[Program]) -> str | None:
-    """Model a backend that creates a communicator with its group: creation is a rendezvous, and so is each collective.
-
-    Returns: A description of which ranks wait for which others, or None if all programs complete.
-    """
+    """Model a backend that creates a communicator with its group: creation is a rendezvous, and so is each collective."""
     return stuck([of_kind(program, "make", "collective") for program in programs])
 
 
 def lazy(programs: Sequence[Program]) -> str | None:
-    """Model a backend that creates the communicator of a group in its first collective, which then blocks the host.
-
-    The result is as in `eager`.
-    """
+    """Model a backend that creates the communicator of a group in its first collective, which then blocks the host."""
     return stuck([list(_first_of_each_group(of_kind(program, "collective"))) for program in programs])
 
 
 def serial(programs: Sequence[Program]) -> str | None:
     """Model a device that runs one collective at a time over all groups, in the order in which they were started.
 
-    The result is as in `eager`. Destroying a group is a rendezvous, but creating a group is not.
+    Destroying a group is a rendezvous, but creating a group is not.
     """
     return stuck([of_kind(program, "collective", "destroy") for program in programs])
 
 
 def of_kind(program: Program, *kinds: Kind) -> Program:
-    """Return the events of the program that are of these kinds."""
     return [event for event in program if event.kind in kinds]
 
 
@@ -56,10 +49,7 @@ def _first_of_each_group(program: Program) -> Iterator[Event]:
 def stuck(programs: Sequence[Program]) -> str | None:
     """Describe which ranks wait for which others when no rank can continue; None if all programs complete.
 
-    Args:
-        programs: Each consists of rendezvous only.
-    Raises:
-        AssertionError: Members of a group meet in different collectives.
+    ``programs`` consist of rendezvous only. Raises AssertionError if members of a group meet in different collectives.
     """
     counts: list[Counter[str]] = [Counter() for _ in programs]  # rendezvous completed so far, by group
     came: dict[Instance, dict[int, Event]] = defaultdict(dict)

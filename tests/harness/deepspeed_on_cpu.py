@@ -14,7 +14,6 @@ from unittest import mock
 
 @contextmanager
 def deepspeed_on_cpu() -> Iterator[Any]:
-    """Yield the deepspeed package; the process groups that its modules store are restored afterwards."""
     place = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "DS_SKIP_CUDA_CHECK": "1"}
     with warnings.catch_warnings(), mock.patch.dict(os.environ, place):
         warnings.simplefilter("ignore")

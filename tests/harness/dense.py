@@ -48,7 +48,6 @@ def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: Proces
 
 
 def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Compare the gradients of a parallel module, gathered from all ranks, with those of the dense module."""
     expected = dict(dense.named_parameters())
     for name, param in module.named_parameters():
         grad = expected[name].grad
@@ -68,11 +67,8 @@ def assert_layer_is_dense(
     """Assert that weights, output and gradients of a sharded layer equal those of the dense layer on the full input.
 
     Shards may have unequal sizes. The dense weight is transposed first if the sharded layer stores its transpose.
-
-    Args:
-        x: The full input; its gradient is compared only if its dtype is a floating-point type.
-        takes, gives: The layouts of input and output.
-        specs: The specs of all parameters that the layer declares, including those that this rank does not hold.
+    ``takes`` and ``gives`` are the layouts of input and output. ``specs`` includes parameters that this rank does not
+    hold.
     """
     assert {name: spec_of(param) for name, param in layer.named_parameters()} == {
         name: spec for name, spec in specs.items() if spec.holds(registry.coordinate, registry.topology)

@@ -40,7 +40,6 @@ def coefficient(norm: float, most: float) -> float:
 
 
 def threshold(given: object, steps: int) -> float:
-    """Return the threshold after ``steps`` steps."""
     if isinstance(given, WarmUp):
         return given.start + (given.end - given.start) * min(1.0, steps / given.steps)
     assert isinstance(given, float)
@@ -48,11 +47,7 @@ def threshold(given: object, steps: int) -> float:
 
 
 class DenseRule:
-    """The reference implementation of a clip rule, or of no rule (None).
-
-    Attributes:
-        state: The values that the rule keeps between steps.
-    """
+    """The reference implementation of a clip rule, or of no rule (None)."""
 
     def __init__(self, rule: Clip | None) -> None:
         self.rule, self.steps = rule, 0

@@ -32,7 +32,6 @@ from configurations import (
 )
 from torch import Tensor
 
-# Hyperparameters of the param groups.
 RATES, DECAYS = (0.05, 0.02, 0.03), (0.1, 0.0, 0.05)
 MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.99), 0.1
 
@@ -56,8 +55,6 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in the order
-    of its shard. The result is cached, so do not modify it."""
     return _elements(setting.layout, name, setting.at.topology.rank(**at))
 
 
@@ -125,7 +122,6 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
 
 
 def whole_weight(case: Case, setting: Setting, step: int) -> int:
-    """Return the total weight of all micro-batches on all data ranks."""
     data_axes = setting.at.topology.data_axes
     ranks = {tuple(at[axis] for axis in data_axes): at for at in setting.at.coordinates()}
     return sum(weight(case, setting, at, step, micro) for at in ranks.values() for micro in range(setting.micro))
@@ -232,7 +228,6 @@ class DenseRun:
 
 
 def hyper_parameters(group: int) -> dict[str, float]:
-    """Return the hyper-parameters of a param group."""
     return {"lr": RATES[group], "weight_decay": DECAYS[group]}
 
 

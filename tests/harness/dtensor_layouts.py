@@ -52,7 +52,6 @@ def shard_layers(model: Net, mesh: Any) -> None:
 
 
 def shard_experts(model: Net, mesh: Any, *placements: Any) -> None:
-    """Put the experts on a mesh, with their gradient."""
     from torch.distributed.tensor import distribute_tensor
 
     model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh, placements))
@@ -89,7 +88,6 @@ def tensor_parallel(model: Net) -> int:
 
 
 def sequence_parallel(model: Net) -> int:
-    """Shard the model so that the gradient of the norm layer is partial over the mesh."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -32,7 +32,7 @@ def clear_mesh_caches() -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor; a plain tensor is returned unchanged."""
+    """Return the local tensor of a DTensor, or a plain tensor unchanged."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -52,7 +52,6 @@ class LocalOperations(TorchDispatchMode):
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Return a random float64 tensor, the same at every call."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

@@ -41,13 +41,8 @@ except ImportError:  # a process with another path
 def instrumented(text: str, first: int) -> tuple[str, list[tuple[int, int]]]:
     """Return the code of a module that notes the execution of each block, and the lines of each block.
 
-    Args:
-        text: The code.
-        first: The number of the first block.
-
-    Returns:
-        The code, and the first and the last line of each block. Blocks within a block follow it. Modules without the line
-        `_FUTURE` have no blocks: they contain Triton kernels, which cannot assign to ``_hits``, or no functions.
+    Blocks get numbers from ``first`` on; blocks within a block follow it. Modules without the line `_FUTURE` have no
+    blocks: they contain Triton kernels, which cannot assign to ``_hits``, or no functions.
     """
     lines, blocks, before = text.splitlines(), list[tuple[int, int]](), dict[int, list[int]]()
     if _FUTURE not in lines:
@@ -99,8 +94,6 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
         copy: The root of the copy. Its files change.
         files: The modules whose blocks are recorded, by their paths in the repository.
         to: The file for `Record`.
-        processes: The number of pytest processes.
-        arguments: Further arguments of pytest, such as the folders of the tests.
     """
     blocks, count = dict[str, list[tuple[int, int, int]]](), 0
     for file in files:
@@ -123,11 +116,7 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
 
 
 class Record:
-    """The tests that executed each block.
-
-    Args:
-        path: The file that `record` wrote.
-    """
+    """The tests that executed each block, from the file that `record` wrote."""
 
     def __init__(self, path: Path) -> None:
         stored = json.loads(path.read_text())

@@ -20,6 +20,5 @@ class _Fails(torch.autograd.Function):
 
 
 def fails_in_backward(x: Tensor, error: Exception) -> Tensor:
-    """Return a copy of ``x``, whose backward raises ``error``."""
     result: Tensor = _Fails.apply(x, error)
     return result

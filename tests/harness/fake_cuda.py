@@ -165,8 +165,10 @@ class _Event(_Stream):
 
 @cache
 def _torchs_functions() -> dict[Any, Any]:
-    """Precompute the table that torch's compiler builds on first use and after each new default group (25 ms). Built
-    within `fake_cuda`, it would contain the replacements of some functions."""
+    """Build the table that torch's compiler builds on first use and after each new default group (25 ms).
+
+    Built within `fake_cuda`, it would contain the replacements of some functions.
+    """
     return trace_rules.get_torch_obj_rule_map()
 
 
@@ -174,10 +176,8 @@ def _torchs_functions() -> dict[Any, Any]:
 def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[..., Any]]:
     """Make all tensors that are created within the block fake. Yield a context manager that logs operations.
 
-    The context manager's argument ``traffic`` says whether the log counts bytes. Default: False.
-
-    Args:
-        collectives_on: The value of `ProcessGroupRegistry.device` within the block.
+    The context manager's argument ``traffic`` says whether the log counts bytes. ``collectives_on`` is the value of
+    `ProcessGroupRegistry.device` within the block.
     """
     pinned: set[int] = set()
     waits: list[str] = []

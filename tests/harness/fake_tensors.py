@@ -69,7 +69,6 @@ class QuickFakeTensorMode(FakeTensorMode):
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return all tensors in the arguments or results of an operator."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):

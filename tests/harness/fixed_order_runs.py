@@ -33,16 +33,12 @@ class FixedRun:
 
     Args:
         total: The number of micro-batches per accumulation window, over all data ranks.
-        steps: The number of steps.
-        precision: The precision mode.
         states: "whole", "zero1", "zero2", "offloaded", "zero1 offloaded" or "zero2 offloaded".
         clip: A key of `CLIPS`. "groups": each param group has its own threshold.
         weighted: True: losses are sums, and micro-batches have weights.
         optimizer: A key of `OPTIMIZERS`.
-        order: The argument ``sum_order``.
-        fault: "overflow": the loss of one micro-batch is inf in the third step. "missing": one micro-batch per window has
-            no loss. "unused": a parameter has no gradient in half of the micro-batches. None: no fault.
-        norm_type: The order of the norm.
+        fault: "overflow": the loss of one micro-batch is inf in the third step. "missing": one micro-batch per window
+            has no loss. "unused": a parameter has no gradient in half of the micro-batches. None: no fault.
         axis: "tensor": two ranks share the layers of one model. "pipe": two ranks have a model each, as stages without
             activations between them, and a common norm. None: each rank has the full model.
     """
@@ -61,7 +57,6 @@ class FixedRun:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Return the number of ranks that share one model."""
         return 1 if self.axis is None else 2
 
 
@@ -124,7 +119,6 @@ class Training:
         )
 
     def step(self, number: int) -> None:
-        """Run one window and step."""
         run, per_rank = self.run, self.run.total // self.data_ranks
         for local in range(per_rank):
             micro_batch = self.rank * per_rank + local
@@ -153,7 +147,6 @@ class Training:
 
 
 def trained(run: FixedRun, data_ranks: int) -> tuple[str, int, float, int]:
-    """Return the `Training.result` of a run on ``data_ranks`` ranks."""
     training = Training(run, data_ranks)
     for number in range(run.steps):
         training.step(number)

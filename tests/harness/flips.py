@@ -44,12 +44,10 @@ class Layout:
         return Topology(roles=self.roles or None, **dict(self.axes))
 
     def registry(self) -> ProcessGroupRegistry:
-        """Return a registry on the layout's mesh."""
         return registry_of(self.axes) if self.dtensors else ProcessGroupRegistry(self.topology)
 
     @property
     def placements(self) -> tuple[StatePlacement, ...]:
-        """Return the placements of the optimizer states."""
         states = self.options.get("states", ())
         return (states,) if isinstance(states, StatePlacement) else tuple(states)
 
@@ -186,5 +184,4 @@ def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
 
 
 def bits_of(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of all tensors, concatenated."""
     return b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -77,9 +77,8 @@ class Forked:
     ) -> None:
         """Start the process as `run` does, or as `torchrun` does if ``processes`` > 0.
 
-        Args:
-            fork_children: Also fork the processes that this one starts by `subprocess.Popen` with `sys.executable` in a
-                new session. Their output must go to a file.
+        ``fork_children``: also fork the processes that this one starts by `subprocess.Popen` with `sys.executable` in a
+        new session. Their output must go to a file.
         """
         self.args = arguments
         folder = tempfile.mkdtemp(prefix="forked")
@@ -132,10 +131,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS...``, where the first argument is a script, ``-m`` or ``-c``.
 
-    Args:
-        env: The complete environment; default: that of this process.
-    Raises:
-        TimeoutExpired: The process was killed, with all processes that it started.
+    ``env`` is the complete environment; default: that of this process. After a timeout, the process and all processes
+    that it started are killed, and TimeoutExpired is raised.
     """
     return Forked(*arguments, cwd=cwd, env=env).completed(timeout)
 
@@ -150,11 +147,8 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `run` does, in processes forked from a torchrun launcher that is forked itself.
 
-    Environment, store and process monitoring are torchrun's own.
-
-    Args:
-        import_first: Import the script in the launcher before the processes are forked, so that its imports are
-            executed only once.
+    Environment, store and process monitoring are torchrun's own. ``import_first``: import the script in the launcher
+    before the processes are forked, so that its imports are executed only once.
     """
     forked = Forked(*arguments, cwd=cwd, env=env, processes=processes, import_first=import_first)
     return forked.completed(timeout)

@@ -43,7 +43,6 @@ def _widened(value: Any) -> Any:
 
 
 def tokens_of(step: int) -> Tensor:
-    """Return the global batch of a step."""
     return torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
 
 
@@ -97,8 +96,6 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder in the style of torch's tutorials for `parallelize_module` and `fully_shard`."""
-
     def __init__(self, width: int = 16, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, width)
@@ -116,8 +113,8 @@ class Decoder(nn.Module):
 class Tutorial:
     """Builds the `Decoder`.
 
-    Args:
-        sequence_parallel: True: norms are DTensors of `SequenceParallel`. False: norms stay plain under tensor parallelism.
+    ``sequence_parallel``: True: norms are DTensors of `SequenceParallel`. False: norms stay plain under tensor
+    parallelism.
     """
 
     package = "torch"
@@ -206,10 +203,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Transformers:
-    """Builds a model of Transformers; `DistributedConfig` shards it by the model's own plans.
+    """Builds a model of Transformers from the prefix of its class, such as "Mixtral".
 
-    Args:
-        name: Prefix of the class, such as "Mixtral".
+    `DistributedConfig` shards it by the model's own plans.
     """
 
     package = "transformers"
@@ -275,8 +271,7 @@ _DEBUG_MODELS: dict[str, tuple[str, dict[str, int]]] = {
 class Torchtitan:
     """Builds a debug model of torchtitan with smaller sizes; its `parallelize_fn` shards it.
 
-    Args:
-        module: Name of the module below ``torchtitan.models``.
+    ``module`` is the name of the module below ``torchtitan.models``.
     """
 
     package = "torchtitan"

@@ -61,7 +61,6 @@ def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW."""
     return torch.optim.AdamW(params, lr=0.02, fused=True)
 
 

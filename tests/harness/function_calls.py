@@ -10,7 +10,7 @@ from types import FrameType
 def calls_of(function: Callable[[], object]) -> int:
     """Return the number of calls of functions in Python and C that ``function()`` makes, plus two.
 
-    The two additional calls are those of ``function`` and of `sys.setprofile` after it.
+    The two are the calls of ``function`` itself and of `sys.setprofile` after it.
     """
     count = 0
 

@@ -52,12 +52,10 @@ class CudaGraph:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Capture the operations within the block."""
         with torch.cuda.graph(self._graph):
             yield
 
     def replay(self) -> None:
-        """Replay the captured operations."""
         self._graph.replay()
 
 
@@ -88,8 +86,6 @@ def _adamw(params: Any, lr: Tensor) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Setting:
-    """The configuration of a training run."""
-
     precision: Precision = field(default_factory=Fp32)
     options: Mapping[str, Any] = field(default_factory=dict)
     inner: Callable[[Any, Tensor], torch.optim.Optimizer] = _adamw
@@ -124,8 +120,6 @@ PLACED: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """A model and its optimizer."""
-
     def __init__(self, setting: Setting, device: torch.device, registry: ProcessGroupRegistry | None = None) -> None:
         registry = registry or ProcessGroupRegistry(Topology())
         self.device, self.coordinate = device, registry.global_rank
@@ -162,7 +156,7 @@ class Run:
         self.after_step()
 
     def left(self) -> dict[str, Tensor]:
-        """Return all results of the run, on the CPU."""
+        """Return the results of the run, on the CPU."""
         found = snapshot(self.model, self.optimizer) | {"trace": torch.stack(self.trace)}
         found["skipped"] = torch.tensor(self.optimizer.skipped_steps)
         if self.optimizer.loss_scale is not None:
@@ -172,14 +166,13 @@ class Run:
     # One step per batch -----------------------------------------------------------------------------------------------
 
     def steps(self, numbers: range) -> None:
-        """Run eager steps."""
         for number in numbers:
             self.optimizer.zero_grad()
             self.optimizer.backward(self.loss(self.batch(number)))
             self.note(self.optimizer.step())
 
     def replays(self, numbers: range, graph: Graph) -> None:
-        """Run steps as replays of one graph, which is captured now."""
+        """Run steps as replays of one graph, which is captured here."""
         static = torch.zeros_like(self.batch(0))
         self.optimizer.zero_grad()
         with graph.captured():
@@ -192,7 +185,6 @@ class Run:
         self.optimizer.poll()
 
     # One step per window of micro-batches with different weights
-    # -----------------------------------------------------------
 
     def _micro_batch(self, batch: Tensor, weight: Tensor, last: bool) -> GradStats | None:
         with nullcontext() if last else self.optimizer.no_sync():
@@ -208,7 +200,6 @@ class Run:
         return torch.tensor(0.0 if micro == number % 4 else micro + 1.0, device=self.device)
 
     def windows(self, numbers: range, count: int) -> None:
-        """Run accumulation windows eagerly."""
         for number in numbers:
             for micro in range(count):
                 stats = self._micro_batch(self.batch(number, micro), self._weight(number, micro), micro == count - 1)

@@ -57,9 +57,7 @@ KINDS = {
 class Lm(nn.Module):
     """Maps ids [batch, seq] to a loss, in float64.
 
-    Args:
-        kind: The layer family; None: torch's own layers.
-        tied: Whether the classifier shares the embedding's table.
+    ``kind`` is the layer family; None: torch's own layers. ``tied``: the classifier shares the embedding's table.
     """
 
     def __init__(self, kind: str | None, registry: ProcessGroupRegistry | None, width: int, tied: bool) -> None:
@@ -80,8 +78,7 @@ class Lm(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean loss over the batch of this data coordinate: each id predicts the next one of its row,
-        cyclically."""
+        """Return the mean loss over this data coordinate's batch: each id predicts the next id of its row, cyclically."""
         targets = ids.roll(-1, 1)
         if self.kind is None or self.registry is None:
             return F.cross_entropy(self._logits(ids).movedim(-1, 1), targets)

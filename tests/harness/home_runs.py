@@ -30,7 +30,6 @@ MAKES: dict[str, Callable[..., HomeOptimizer]] = {"soap": soap, "shampoo": shamp
 
 
 def unbound(kind: str) -> Callable[..., HomeOptimizer]:
-    """Return a constructor of the optimizer whose `bind` does nothing, so that it treats shards as full matrices."""
     return {"soap": bare_soap, "shampoo": bare_shampoo, "adafactor": bare_adafactor}[kind]
 
 

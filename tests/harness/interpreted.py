@@ -41,20 +41,17 @@ class Interpreted:
         self._server.set_forkserver_preload([*PRELOAD, "meshstep.optim.kernels.triton"])
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
-        """Run a function on ranks, as `Ranks.run` does."""
         # The first call starts the server, which keeps the environment.
         connect = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
         with mock.patch.dict(os.environ, INTERPRETER), connect:
             return self.ranks.run(function, world_size, *args)
 
     def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        """Run the function in one of the processes and return its result."""
         return self.run(1, function, *args)[0]
 
 
 @contextmanager
 def interpreted_pool() -> Iterator[Interpreted]:
-    """Yield a pool, which is closed at the end of the block."""
     pool = Interpreted()
     try:
         yield pool
@@ -69,7 +66,6 @@ def _choose() -> None:
 
 @cache
 def kernels() -> Triton:
-    """Return the Triton kernels of this process."""
     from meshstep.optim.kernels.triton import Triton
 
     found = Triton()

@@ -13,12 +13,10 @@ from torch import Tensor
 
 
 def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | None) -> list[str]:
-    """Return the problems that ranks reported, and the differences from the dense run, between replicas and after resuming.
+    """Return the problems that ranks reported, and the differences from the dense run, between replicas and after
+    resuming.
 
-    Args:
-        case: The configuration of the run.
-        first: The reports of all ranks of the first run.
-        second: The reports of the ranks that resumed from a checkpoint. None: no rank did.
+    ``first`` are the reports of the first run, ``second`` those of the ranks that resumed. None: no rank did.
     """
     dense = DenseRun(case)
     found = [problem for report in (*first, *(second or ())) for problem in report.problems]

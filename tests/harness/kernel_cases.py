@@ -54,7 +54,6 @@ class Case:
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
     def columns(self) -> PointerColumns:
-        """Return the addresses of the tensors that the kernel reads and writes."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
@@ -73,7 +72,6 @@ class Case:
         return [float(value) for value in astuple(self.rule)]
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """Run one step with the kernels under test."""
         raise NotImplementedError
 
     def expected(self, factor: float) -> list[list[Tensor]]:
@@ -86,7 +84,6 @@ class Case:
         return found
 
     def everything(self) -> list[Tensor]:
-        """Return all tensors that a step may change."""
         return [*self.params, *(s for states in self.states for s in states), *self.steps, *(self.halves or ())]
 
 

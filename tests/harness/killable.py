@@ -65,9 +65,7 @@ class Plan:
         stop: Where to pause until the kill: ``"training"`` (after step 30), or during the second save while
             ``"writing"`` a file, ``"renaming"`` the new checkpoint or ``"removing"`` the previous one. ``"dying"``:
             after step 30 the last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
-        deaths: The number of attempts in which the last rank kills itself. Default: 2.
         second_save: Whether the run saves a second checkpoint.
-        kind: The key of the optimizer in `KINDS`.
     """
 
     directory: str
@@ -177,7 +175,6 @@ def arm(plan: Plan, rank: int) -> None:
 
 
 def stop(plan: Plan) -> None:
-    """Create the marker file of this attempt, and wait to be killed."""
     plan.mark.touch()
     time.sleep(600)
 
@@ -197,7 +194,6 @@ def start_in_fork(plan: Plan, rank: int, size: int) -> None:
 
 
 def encoded(plan: Plan) -> str:
-    """Return the plan as a command-line argument."""
     return json.dumps(asdict(plan))
 
 

@@ -1,5 +1,3 @@
-"""One small model with the same logical parameters in several layouts."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -77,7 +75,6 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
 
     def step(self, number: int) -> float:
-        """Run one step and return this rank's loss."""
         self.optimizer.zero_grad()
         x, y = (shard(part, P(self.registry.topology.data_axes), self.registry) for part in batch(number))
         loss = F.mse_loss(self.model(x).float(), y)

@@ -32,7 +32,6 @@ def loops() -> Native:
 
 
 def variants_here() -> list[str]:
-    """Return the variants that this machine supports, those with the narrowest instructions first."""
     return loops().supported()[::-1]
 
 

@@ -89,13 +89,7 @@ class Lm(nn.Module):
 
 
 class Layout(NamedTuple):
-    """How a model is sharded.
-
-    Args:
-        topology: Sizes of the mesh.
-        build: Function of (registry, options) that returns the model.
-        loss: Function of (model, ids, targets, registry), on the rows of this data rank.
-    """
+    """How a model is sharded: ``loss`` gets (model, ids, targets, registry), on the rows of this data rank."""
 
     topology: dict[str, Any]
     build: Callable[[ProcessGroupRegistry, Options], nn.Module]
@@ -236,12 +230,10 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def ranks_of(layout: str) -> int:
-    """Return the number of ranks of a layout."""
     return math.prod(LAYOUTS[layout].topology.values())
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return ids and targets of the global batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
@@ -299,7 +291,6 @@ def optimizer_of(model: nn.Module, registry: ProcessGroupRegistry, **more: Any) 
 
 
 def one_step(layout: str, model: nn.Module, optimizer: ParallelOptimizer, step: int) -> float:
-    """Make a step and return its norm."""
     registry = optimizer.registry
     ids, targets = batch(step)
     if "data" in registry.topology.axes:
@@ -316,7 +307,8 @@ def step_along(optimizer: ParallelOptimizer, loss: Tensor) -> float:
     return float(stats.total_norm)
 
 
-# The dense reference, which adds the product of the factors to the weights ------------------------------------------------
+# The dense reference, which adds the product of the factors to the weights
+# ------------------------------------------------
 
 
 def reference(

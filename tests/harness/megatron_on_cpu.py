@@ -40,8 +40,6 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _LayerNormKernel:
-    """Replacement of apex's FusedLayerNormAffineFunction."""
-
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
         return nn.functional.layer_norm(x, shape, weight, bias, eps)
@@ -153,7 +151,6 @@ def gpt(seed: int = 0, tied: bool = False, duplicated: bool = True, **options: A
     One seed gives the same weights on every mesh without pipeline stages.
 
     Args:
-        seed: Seed of the weights.
         tied: The embedding and the output layer share their weight.
         duplicated: Multi-latent attention only: the down projections are replicated over tensor, as in the spec for
             TransformerEngine. False: they are column-parallel, as in the local spec.
@@ -199,7 +196,6 @@ def tokens_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
-    """Return the mean loss over the tokens of one batch."""
     tokens, positions, mask = tokens_of(seed)
     loss: Tensor = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
     return loss

@@ -18,8 +18,6 @@ FOLDERS = ("parallel", "amp", "optim", "src/meshstep/testing")
 
 
 class Message(NamedTuple):
-    """One error: its location, its type and its text."""
-
     file: str
     line: int
     error: str

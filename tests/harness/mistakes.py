@@ -89,7 +89,6 @@ class SplitMlp(Mlp):
 
 
 def full_model(seed: int = 0) -> Mlp:
-    """Return the dense model with its initial weights, in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Mlp().double()
@@ -103,7 +102,6 @@ def full_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean squared error of a model."""
     return nn.functional.mse_loss(model(x).to(y.dtype), y)
 
 
@@ -127,7 +125,7 @@ class Dense:
         self.sgd.step()
 
     def train(self, steps: Iterable[int] = range(STEPS)) -> None:
-        """Train for ``steps`` with the correct loop: clear gradients, backward, step."""
+        """Train with the correct loop: clear gradients, backward, step."""
         for step in steps:
             self.sgd.zero_grad()
             self.backward(step)
@@ -135,7 +133,6 @@ class Dense:
 
 
 def train_dense(dense: Dense) -> None:
-    """Train with the correct loop in one process."""
     dense.train()
 
 
@@ -173,7 +170,6 @@ class Run:
         return model.to(self.dtype)
 
     def sgd(self, model: nn.Module | None = None) -> torch.optim.SGD:
-        """Return torch's SGD over the parameters of the model."""
         named = (model or self.model).named_parameters()
         return torch.optim.SGD(named, lr=LR, momentum=MOMENTUM, fused=True)
 
@@ -189,15 +185,13 @@ class Run:
         return x.chunk(of)[part], y.chunk(of)[part]
 
     def batches(self, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's batches."""
         return (self.batch(step) for step in range(steps))
 
     def loss(self, step: int, of: int = 1, part: int = 0) -> Tensor:
-        """Return the loss of a batch, or of one of its micro-batches."""
         return mse(self.model, *self.batch(step, of, part))
 
     def train(self, optimizer: ParallelOptimizer[Any], steps: Iterable[int] = range(STEPS)) -> None:
-        """Train for ``steps`` with the correct loop: clear gradients, backward, step."""
+        """Train with the correct loop: clear gradients, backward, step."""
         for step in steps:
             optimizer.zero_grad()
             optimizer.backward(self.loss(step))
@@ -223,11 +217,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Right:
-    """The weights of every rank equal those of the dense model.
-
-    Args:
-        dense: The correct script in one process.
-    """
+    """The weights of every rank equal those of the dense model; ``dense`` is the correct script in one process."""
 
     dense: Callable[[Dense], None] = train_dense
 
@@ -239,10 +229,8 @@ class Right:
 
 @dataclass(frozen=True)
 class AsTorch(Right):
-    """The weights equal those of torch alone with the same mistake.
-
-    Args:
-        dense: The script with the mistake in one process, with torch alone.
+    """The weights equal those of torch alone with the same mistake; ``dense`` is the script with the mistake on one
+    process.
     """
 
     def seen(self) -> str:
@@ -284,8 +272,7 @@ class Error:
 class Warned:
     """A warning or a log line on some rank; the weights are as ``then`` says.
 
-    Args:
-        shown: A part of the warning's text, with the correction; ``...`` matches any text.
+    ``shown`` is a part of the warning's text, with the correction; ``...`` matches any text.
     """
 
     shown: str
@@ -307,7 +294,6 @@ class Mistake(NamedTuple):
 
     Args:
         script: The function that runs on each rank; its docstring describes the mistake.
-        topology: In the format of `Topology.parse`.
         write: The correction.
         mode: The precision mode; in float64 (``"fp32"``) results are compared to 1e-9.
         waits: Whether a rank waits for peers that never arrive; the worker processes are replaced afterwards.
@@ -366,8 +352,6 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 class Result(NamedTuple):
-    """The final state of one rank after a script."""
-
     error: tuple[list[str], str] | None  # the names of the exception's class and base classes, and its text
     said: list[str]
     start: dict[str, Tensor]
@@ -375,7 +359,6 @@ class Result(NamedTuple):
 
 
 def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -> Result:
-    """Run a script on this rank. Return its `Result`."""
     registry = ProcessGroupRegistry(Topology.parse(topology), timeout=timedelta(seconds=20), exclusive_groups=True)
     with ExitStack() as stack, listening() as said:
         stack.enter_context(registry)
@@ -392,7 +375,6 @@ def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters, by name."""
     return {name: param.detach().clone().contiguous() for name, param in model.named_parameters()}
 
 
@@ -502,7 +484,6 @@ def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Prec
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return whether two sets of weights are bitwise identical."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

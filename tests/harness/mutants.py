@@ -57,8 +57,6 @@ class Truth:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of `prove` on one mutant."""
-
     kind: str
     family: str
     found: bool

@@ -35,13 +35,11 @@ class NarrowResNet(ResNet):  # type: ignore[misc]
 
 
 def train_narrow(flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
-    """Run `train_example` of ``clip_resnet34`` with the narrow model."""
     with _narrow():
         return train_example("clip_resnet34", flags, topology, stop_after)
 
 
 def printed_by_narrow(flags: Sequence[str], topology: str) -> str:
-    """Run `printed_by_example` of ``clip_resnet34`` with the narrow model."""
     with _narrow():
         return printed_by_example("clip_resnet34", flags, topology)
 

@@ -36,11 +36,7 @@ def run_tests(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a process that uses ``library`` instead of the installed loops, and return the completed process.
 
-    Args:
-        library: The shared library.
-        environment: The environment of the process.
-        arguments: Arguments of pytest.
-        before: Python code that runs before the tests; ``loops`` is the `Native` of the library. Default: none.
+    ``before`` is Python code that runs before the tests; ``loops`` in it is the `Native` of the library.
     """
     command = [sys.executable, "-c", PROGRAM, str(library), before, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)

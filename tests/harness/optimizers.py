@@ -28,7 +28,6 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def momentum_sgd(params: Any) -> torch.optim.Optimizer:
-    """Return fused SGD with momentum."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
@@ -49,7 +48,6 @@ def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
 def optimizer_for(
     name: str, registry: ProcessGroupRegistry, kind: str = "adamw", fused: bool = True, **options: Any
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """Return the model of a scenario, and one of `OPTIMIZERS` over its parameters."""
     model = build(SCENARIOS[name], registry, torch.float32)
     assert model is not None
     return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **arguments(**options))
@@ -60,17 +58,14 @@ BASES = [0.3, 0.02]
 
 
 def optimizer_of(bases: list[float]) -> torch.optim.Optimizer:
-    """Return an optimizer with one param group for each learning rate."""
     return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": base} for base in bases])
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rates of all param groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
-    """Return copies of the parameters and of the optimizer's state."""
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *state)]
 

@@ -38,9 +38,8 @@ class Replica(Odd):
 class Watch:
     """Log of the gradient buckets whose reduction started.
 
-    Attributes:
-        order: The index of the first parameter of each bucket, in the order in which the reductions started.
-        early: The buckets whose reduction a backward hook started.
+    ``order`` has the index of the first parameter of each bucket, in the order in which the reductions started.
+    ``early`` has the buckets whose reduction a backward hook started.
     """
 
     order: list[int] = field(default_factory=list)
@@ -167,10 +166,7 @@ class Windows:
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """Train in one process, in float64, on the mean of all ranks' losses, with one micro-batch per step.
-
-    Return the final parameters.
-    """
+    """Train in one process, in float64, on the mean of all ranks' losses, with one micro-batch per step."""
     model = Replica(torch.float64)
     # Start from the initial values of the float32 model, which are rounded.
     for param, rounded in zip(model.parameters(), Replica().parameters(), strict=True):

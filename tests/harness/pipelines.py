@@ -59,11 +59,9 @@ class Piped:
 
     @property
     def stages(self) -> int:
-        """Return the total number of stages."""
         return dict(self.axes)["pipe"] * (1 if self.kind in ("gpipe", "1f1b") else 2)
 
     def own(self, rank: int) -> list[int]:
-        """Return the stages of one rank of the pipe axis."""
         pipe = dict(self.axes)["pipe"]
         if self.stages == pipe:
             return [rank]
@@ -99,7 +97,6 @@ def dense_logits(p: Full, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss over a micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -149,7 +146,6 @@ class Part(nn.Module):
 
 
 def blocks_of(stage: int, stages: int) -> range:
-    """Return the blocks of a stage."""
     each = BLOCKS // stages
     return range(stage * each, (stage + 1) * each)
 
@@ -191,7 +187,6 @@ def schedule_of(piped: Piped, part: Part, registry: ProcessGroupRegistry, **opti
 
 
 def full_of(chunks: list[nn.Module], part: Part, registry: ProcessGroupRegistry) -> Full:
-    """Return the full parameters of this rank's stages, by the full model's names."""
     full: Full = {}
     for stage, chunk in zip(part.own, chunks, strict=True):
         blocks = blocks_of(stage, 2 if len(part.own) == 1 else 4)

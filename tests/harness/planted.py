@@ -102,7 +102,8 @@ class Layout:
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
         """Return the gradient of the sum of all losses, over data ranks and micro-batches, in float64. Must not be
-        modified."""
+        modified.
+        """
         if (key, step, micros) not in self._gradients:
             self._gradients[key, step, micros] = self._gradient(key, step, micros)
         return self._gradients[key, step, micros]
@@ -168,13 +169,10 @@ def _share(name: str, where: tuple[int, ...], step: int, micro: int) -> Tensor:
 
 
 def start(key: Key) -> Tensor:
-    """Return the initial value of a logical parameter."""
     return fractions(("start", key), SHAPES[key[0]], 0.5)
 
 
 class Planted(nn.Module):
-    """This rank's part of the model."""
-
     def __init__(self, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.layout, self.rank = layout, rank
@@ -220,7 +218,6 @@ def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) ->
 
 
 def weight_of(data: int, micro: int) -> float:
-    """Return the weight of a micro-batch."""
     return (1 + 2 * data + micro) / 4
 
 

@@ -40,7 +40,6 @@ def make(
 
 
 def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> float:
-    """Run one full step and return the loss."""
     optimizer.zero_grad()
     loss = model(ids)
     optimizer.backward(loss)

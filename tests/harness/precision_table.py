@@ -43,8 +43,10 @@ class Net(nn.Module):
 
 
 class Row(NamedTuple):
-    """A row of the table: the expected dtypes, whether there are master weights, and the initial loss scale (None: no
-    loss scale). ``inside`` is the dtype of the floating-point input that `Net.forward` receives."""
+    """A row of the table: the expected dtypes, whether there are master weights, and the initial loss scale (or None).
+
+    ``inside`` is the dtype of the floating-point input that `Net.forward` receives.
+    """
 
     params: torch.dtype
     batch_norm: torch.dtype
@@ -78,7 +80,6 @@ def batch(dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
 
 
 def floating(tensors: dict[str, Any]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the floating-point tensors."""
     return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 

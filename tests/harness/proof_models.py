@@ -46,9 +46,8 @@ class Built(NamedTuple):
 class Drawn:
     """The description of a model to build.
 
-    Args:
-        trained: Whether random numbers are added to the initial biases of linear layers and parameters of norm layers.
-            Initial norm parameters are constant.
+    ``trained``: random numbers are added to the initial biases of linear layers and parameters of norm layers. Initial
+    norm parameters are constant.
     """
 
     family: str
@@ -292,13 +291,11 @@ class Stage(nn.Module):
         return loss.detach()
 
     def through(self, x: Tensor) -> Tensor:
-        """Apply the layers of this stage."""
         for layer in self.inner:
             x = torch.tanh(layer(x))
         return x
 
     def received(self, gradient: Tensor) -> Tensor:
-        """Return the gradient received from the next stage."""
         return gradient
 
 

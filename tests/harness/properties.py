@@ -56,12 +56,9 @@ def random_cases(
 ) -> Callable[[Callable[[World, list[C]], None]], Callable[[World], None]]:
     """Pass ``count`` drawn cases to the test in one call.
 
-    The test must pass for a list of cases if, and only if, it passes for each case alone.
-
-    Args:
-        strategy: The hypothesis strategy of one case.
-        count: The number of cases; the profile may reduce it (see `number_of_cases`).
-        phases: Hypothesis's phases for rerunning single cases; `WITHOUT_SHRINKING` if a case takes long.
+    The test must pass for a list of cases if, and only if, it passes for each case alone. The profile may reduce
+    ``count`` (see `number_of_cases`). ``phases`` are those of reruns of single cases; `WITHOUT_SHRINKING` if a case
+    takes long.
     """
 
     def decorate(test: Callable[[World, list[C]], None]) -> Callable[[World], None]:
@@ -100,7 +97,6 @@ def number_of_cases(count: int) -> int:
 
 
 def profile() -> str:
-    """Return the profile of this run: ``default``, ``full``, ``oldest`` or ``many``; see tests/conftest.py."""
     return os.environ.get("MESHSTEP_TEST_PROFILE", "default")
 
 
@@ -110,16 +106,14 @@ def is_full() -> bool:
 
 
 def is_sample() -> bool:
-    """Return whether this run takes a sample of the cases: the second run of the suite, on the oldest torch."""
     return profile() == "oldest"
 
 
 def repetitions(values: Sequence[C], *key: object, default: int | None = None) -> Sequence[C]:
     """Return the values for which a test repeats itself: all of them, or fewer in a shorter run.
 
-    Args:
-        key: Its hash selects the single value that the sample on the oldest torch takes.
-        default: How many values the default run takes, spread over ``values``. None: all.
+    The hash of ``key`` selects the single value of the sample on the oldest torch. ``default`` is how many values the
+    default run takes, spread over ``values``. None: all.
     """
     if is_sample():
         return [values[zlib.crc32(repr(key).encode()) % len(values)]]
@@ -129,7 +123,6 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
 
 
 def starts_processes(file: str) -> bool:
-    """Return whether ``file`` (a path from the root of the project) is in `STARTS_PROCESSES`."""
     return file.removeprefix("tests/").startswith(STARTS_PROCESSES)
 
 

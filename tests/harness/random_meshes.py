@@ -24,12 +24,12 @@ class Param:
     """One logical parameter.
 
     Attributes:
-        shape: Shape of the full tensor.
         mesh: Index of the root mesh, or `PLAIN` for a plain tensor.
         dims: The dims of the root mesh that form the DTensor's mesh. Several adjacent dims may be flattened into one.
         flat: True: `dims` are flattened.
         shards: The sharded tensor dim per dim of the DTensor's mesh. None: replicated.
-        strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard` does.
+        strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard`
+            does.
         missing: The indices of the shards without a gradient, among all combinations of coordinates that shard.
         declared: A dim of the root mesh that is not in `dims`. Along this dim, tensor dim 0 is split into separate
             DTensors, and the parameter is declared as sharded over the dim.
@@ -190,10 +190,8 @@ def placements_of(param: Param, sizes: tuple[int, ...]) -> list[Any]:
 
 
 class Held(nn.Module):
-    """The parameters of this rank.
-
-    Attributes:
-        gradients: The gradient of each parameter that has one, and this rank's shard of it.
+    """The parameters of this rank. ``gradients`` has the gradient of each parameter that has one, and this rank's
+    shard of it.
     """
 
     def __init__(self) -> None:
@@ -286,9 +284,8 @@ def parameters_as(given: str, model: nn.Module) -> Any:
 def clip_random_model(case: MeshCase, max_norm: float) -> tuple[list[float], list[float]]:
     """Clip twice, because the first call compares replicas.
 
-    Returns:
-        The norm of each call, and the largest relative error of the clipped gradients of each call. The expected gradients
-        are the original ones times min(1, max_norm / (norm + 1e-6)).
+    Return the norm and the largest relative error of the clipped gradients, per call. The expected gradients are the
+    original ones times min(1, max_norm / (norm + 1e-6)).
     """
     model = model_of(case)
     norms, errors = [], []

@@ -54,7 +54,6 @@ class Drawn:
     """A mesh; everything else follows from a seed.
 
     Args:
-        axes: Names and sizes, in order.
         asks: True: each rank creates groups when it requests them, in its own order. False: all ranks create the same
             groups together first.
         meets: Whether groups are initialized once the optimizer has been constructed, as over NCCL.
@@ -268,7 +267,6 @@ def options_of(drawn: Drawn) -> dict[str, Any]:
 
 
 def run(drawn: Drawn, directory: str) -> None:
-    """Run a few steps and the shutdown on one rank."""
     registry = ProcessGroupRegistry(drawn.topology)
     topology, rank = registry.topology, registry.global_rank
     wanted = [

@@ -40,10 +40,8 @@ Kind = Literal["make", "collective", "destroy"]
 class Event(NamedTuple):
     """A rank's call to a backend.
 
-    Args:
-        group: The group's name, the same on all members.
-        members: The members' global ranks.
-        what: The collective and its numbers of elements, which must be equal on all members.
+    ``group`` is the group's name, the same on all members; ``what`` is the collective and its numbers of elements,
+    which must be equal on all members.
     """
 
     kind: Kind
@@ -57,8 +55,6 @@ Program = list[Event]
 
 @dataclass
 class _Exchange:
-    """Exchanges objects between the threads."""
-
     arrived: threading.Condition = field(default_factory=threading.Condition)
     said: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
     failed: bool = False
@@ -84,8 +80,6 @@ _one_at_a_time = threading.Lock()  # creating a group temporarily changes torch 
 
 
 class _Group(dist.ProcessGroup):
-    """A process group of one rank's thread."""
-
     def __init__(self, rank: int, size: int, name: str, members: tuple[int, ...]) -> None:
         construct: Callable[..., None] = super().__init__  # torch 2.14 declares only the constructor with a store
         construct(rank, size)
@@ -194,8 +188,7 @@ def _threads_are_ranks() -> Iterator[None]:
 def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
     """Run ``run()`` on each rank, with a new default process group, and return the recorded programs by rank.
 
-    Raises:
-        AssertionError: ``run`` raised on some rank; the message contains the first error, which is the cause.
+    If ``run`` raised on some rank, raise AssertionError with the first error, which is the cause.
     """
     store, exchange = _distributed_c10d.HashStore(), _Exchange()
     programs: list[Program] = [[] for _ in range(world_size)]
@@ -226,5 +219,4 @@ def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
 
 
 def of_kind(programs: Sequence[Program], *kinds: Kind) -> list[Program]:
-    """Return the events of these kinds in each program."""
     return [[event for event in program if event.kind in kinds] for program in programs]

@@ -49,7 +49,6 @@ class Layout:
         axes: In the format of `Topology.parse`; "": one rank.
         mode: The precision mode; "fp64" is fp32 with float64 tensors.
         states: Key of `whole_runs.STATES`.
-        micros: Micro-batches per step.
         optimizer: Key of `OPTIMIZERS`.
     """
 
@@ -77,7 +76,6 @@ class Layout:
 
 
 def full_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Return the full weights of the model."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, size: float = 0.0) -> Tensor:
@@ -98,7 +96,6 @@ def full_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def full_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and classes of all data ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(ROWS, INPUTS, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
 
@@ -124,13 +121,7 @@ def _summed(x: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 
 
 class Net(nn.Module):
-    """This rank's part of the model.
-
-    Args:
-        full: The full weights; this rank keeps its shards.
-        registry: The process groups.
-        mistakes: Names of mistakes in the forward pass; see `body`.
-    """
+    """This rank's part of the model. ``mistakes`` are names of mistakes in the forward pass; see `body`."""
 
     def __init__(
         self, full: Mapping[str, Tensor], registry: ProcessGroupRegistry, mistakes: Sequence[str] = ()
@@ -188,13 +179,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A training run on one rank, like a user's script. A `Script` plants a mistake by changing its attributes.
-
-    Args:
-        layout: The layout.
-        registry: The process groups.
-        path: The file of the recording.
-    """
+    """A training run on one rank, like a user's script. A `Script` plants a mistake by changing its attributes."""
 
     def __init__(self, layout: Layout, registry: ProcessGroupRegistry, path: Path) -> None:
         self.layout, self.registry, self.path = layout, registry, path
@@ -219,7 +204,6 @@ class Training:
         self.steps, self.every = STEPS, 1
 
     def right_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this data rank's samples."""
         spec = P("data") if "data" in self.axes else P()
         x, classes = (shard(full, spec, self.registry) for full in full_batch(step))
         return x, classes
@@ -239,7 +223,6 @@ class Training:
         return [group for group in made if group["params"]]
 
     def run(self) -> None:
-        """Train, and write the recording."""
         model = Net(self.full, self.registry, self.forward_mistakes).to(self.dtype)
         self.after_build(model)
         declare(model, {glob: spec for glob, spec in self.specs.items() if glob == "*" or self.has(model, glob)})
@@ -303,7 +286,6 @@ def clipped_at_half(training: Training) -> None:
 
 
 def recorded(layout: Layout, script: Script = right) -> str | None:
-    """Run a training on this rank. Return the text of the recording on rank 0, and None on the others."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessGroupRegistry(layout.topology) as registry,
@@ -326,8 +308,7 @@ class Planted:
     Args:
         script: Changes the training.
         layouts: The layouts of the wrong training.
-        cause: The cause that `compare_runs` must report.
-        axis: The axis that it must report, or None.
+        axis: The axis that must be reported, or None.
         parameters: The parameters of which one must be named. Empty: any; None: no parameter.
         against: The layouts of the right training.
         step: The step of the first difference.

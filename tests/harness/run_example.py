@@ -28,14 +28,12 @@ def example(name: str) -> Any:
 
 
 def run_example(name: str, *flags: str) -> str:
-    """Run the script in one process and return its stdout."""
     done = start_example(name, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def start_example(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in one process and return the completed process."""
     return forked_python.run(str(EXAMPLES / f"{name}.py"), *flags)
 
 
@@ -55,13 +53,10 @@ def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> I
 
 
 def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
-    """Train with a script on this rank of a `World`, which has already imported torch. The script's tests of the model
-    before and after training are left out.
+    """Train with a script on this rank of a `World`, and return the step at which training began.
 
-    Args:
-        stop_after: Number of steps after which the run is interrupted.
-    Returns:
-        The step at which training began.
+    The script's tests of the model before and after training are left out. The run is interrupted after ``stop_after``
+    steps.
     """
     with made_trainer(name, flags, topology) as trainer:
         began: int = trainer.run.done
@@ -81,7 +76,6 @@ def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
 
 
 def losses_of_tests(printed: str) -> torch.Tensor:
-    """Return the printed test losses: [before and after] in float64."""
     return torch.tensor([float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed)], dtype=torch.float64)
 
 

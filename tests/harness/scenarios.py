@@ -67,7 +67,6 @@ class Tensor1D(nn.Module):
 
 
 def dense_1d(p: Full, ids: Tensor) -> Tensor:
-    """Return the loss of `Tensor1D` from full parameters."""
     x = F.layer_norm(p["emb.weight"][ids[:, :-1]], (WIDTH,), p["norm.weight"], p["norm.bias"])
     x = F.linear(F.gelu(F.linear(x, p["up.weight"], p["up.bias"])), p["down.weight"], p["down.bias"])
     return F.cross_entropy(F.linear(x, p["head.weight"], p["head.bias"]).flatten(0, 1), ids[:, 1:].flatten())
@@ -96,7 +95,6 @@ class Tensor2D(nn.Module):
 
 
 def dense_2d(p: Full, ids: Tensor) -> Tensor:
-    """Return the loss of `Tensor2D` from full parameters."""
     x = F.gelu(p["table"][ids[:, :-1]] @ p["up.weight"] + p["up.bias"])
     x = F.layer_norm(x, (HIDDEN,), p["norm.weight"], p["norm.bias"]) @ p["head.weight"] + p["head.bias"]
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
@@ -138,7 +136,6 @@ class Stage(nn.Module):
 
 
 def dense_pipe(p: Full, ids: Tensor) -> Tensor:
-    """Return the loss of both stages from full parameters."""
     x = torch.tanh(torch.tanh(p["tied"][ids[:, :-1]] @ p["0:layer"]) @ p["1:layer"]) @ p["tied"].t()
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
 

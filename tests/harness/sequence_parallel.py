@@ -95,7 +95,6 @@ def dense_block() -> tuple[list[float], list[Tensor]]:
 
 
 def assert_trained(found: tuple[list[float], list[Tensor]]) -> None:
-    """Assert that the result of `train_block` equals that of one process."""
     norms, params = dense_block()
     assert found[0] == pytest.approx(norms, rel=1e-9)
     for one, other in zip(found[1], params, strict=True):

@@ -23,11 +23,8 @@ def setting_gradients(optimizer: ParallelOptimizer[Any]) -> Iterator[None]:
 def run_backward(optimizer: ParallelOptimizer[Any], gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Run ``optimizer.backward`` with a backward that adds these gradients of the scaled loss, in their order.
 
-    As autograd does, it calls the post-accumulate hooks of a parameter as soon as it has added the gradient.
-
-    Args:
-        optimizer: The optimizer.
-        gradients: Pairs (parameter, gradient).
+    ``gradients`` are pairs (parameter, gradient). As autograd does, it calls the post-accumulate hooks of a parameter
+    as soon as it has added the gradient.
     """
 
     def backward(loss: Tensor, **_: Any) -> None:

@@ -48,7 +48,6 @@ def dataset(count: int = 48) -> TensorDataset:
 
 
 def classifier() -> nn.Module:
-    """Return a model from 6 features to 3 classes, always with the same weights."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 

@@ -49,12 +49,7 @@ _COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_to_all_single", ALL_GA
 
 
 class DeviceTensor(Tensor):
-    """A tensor on a simulated CUDA device.
-
-    Args:
-        elements: The elements, on the CPU.
-        device: The device that the tensor reports.
-    """
+    """A tensor on a simulated CUDA device; ``elements`` are on the CPU."""
 
     elements: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -86,12 +81,7 @@ class DeviceTensor(Tensor):
 
 
 class Stream:
-    """A stream of a simulated device. Operations on it run in order.
-
-    Args:
-        simulation: The simulation.
-        device: The stream's device. Default: the current device.
-    """
+    """A stream of a simulated device. Operations on it run in order."""
 
     def __init__(self, simulation: Simulation, device: Any = None) -> None:
         self.simulation, self.device = simulation, simulation.device_of(device)
@@ -124,12 +114,7 @@ class Stream:
 
 
 class Work:
-    """A collective that runs on its own stream.
-
-    Args:
-        event: The event that is recorded after the collective.
-        device: The device of its tensors.
-    """
+    """A collective that runs on its own stream; ``event`` is recorded after it."""
 
     def __init__(self, event: Event, device: torch.device) -> None:
         self.event, self.device = event, device
@@ -167,13 +152,8 @@ class Event:
 class Access:
     """An access of an operation to a range of bytes.
 
-    Args:
-        stream: The stream that runs the operation.
-        index: The operation's index on this stream.
-        start: Offset of the first byte in the storage.
-        end: Offset after the last byte.
-        writes: True if the operation writes.
-        call: The operator and the lines of the library that called it.
+    ``index`` is the operation's index on its stream, and ``end`` the offset after the last byte in the storage.
+    ``call`` is the operator and the lines of the library that called it.
     """
 
     stream: Stream
@@ -196,9 +176,6 @@ class Memory:
 
     Args:
         storage: Keeps the address of the storage from being reused.
-        is_pinned: True for pinned host memory.
-
-    Attributes:
         allocated_on: The stream that was current when the memory was allocated; None for memory of the host. After the
             memory is freed, the next operation on this stream may get the memory.
         recorded: The streams of `record_stream`.
@@ -215,11 +192,8 @@ class Memory:
 class Transfer:
     """A copy from or to pinned memory that the host has not waited for.
 
-    Args:
-        access: The access to the pinned memory.
-        memory: The pinned memory.
-        view: The pinned tensor.
-        elements: The elements that the copy reads or writes, at the time of the call.
+    ``access``, ``memory`` and ``view`` are the access, the memory and the tensor on the pinned side. ``elements`` are
+    those that the copy reads or writes, at the time of the call.
     """
 
     access: Access
@@ -230,9 +204,6 @@ class Transfer:
 
 class Simulation:
     """State of the simulated devices.
-
-    Args:
-        devices: Number of devices.
 
     Attributes:
         findings: One line per finding: unordered accesses, changed pinned memory, and memory that is freed too early.
@@ -290,7 +261,6 @@ class Simulation:
             self.exchange_device(device)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for all streams of a device."""
         device = self.device_of(device)
         accesses = (access for memory in self._memories.values() for access in memory.accesses)
         streams = {access.stream for access in accesses} | set(self._current_streams)
@@ -309,7 +279,6 @@ class Simulation:
                 self._finish(transfer)
 
     def finish(self) -> None:
-        """Wait for all operations."""
         for index in range(len(self.default_streams)):
             self.synchronize(index)
 
@@ -399,11 +368,7 @@ class Simulation:
     def _start(self, stream: Stream, pinned: Tensor, elements: Tensor | None, call: str) -> None:
         """Start a transfer as the last operation of a stream.
 
-        Args:
-            stream: The stream.
-            pinned: The pinned tensor.
-            elements: The elements that the copy will write to ``pinned``; None: it reads ``pinned``.
-            call: See `Access`.
+        ``elements`` are what the copy will write to ``pinned``; None: it reads ``pinned``.
         """
         memory, access = self.memory_of(pinned), self._access(pinned, stream, elements is not None, call)
         self._finish_in_order(memory, access)
@@ -554,10 +519,8 @@ class Simulation:
 
         Args:
             result: The result of the operator on the elements.
-            device: The device.
             arguments: The tensors among the operator's arguments, by the id of their elements.
             streams: The stream per device that runs the operator; empty: it returns views.
-            call: See `Access`.
         """
         if isinstance(result, Tensor):
             if id(result) in arguments:
@@ -682,9 +645,7 @@ def _elements(tree: Any) -> Any:
 def simulated_cuda(devices: int = 2, collectives_on: torch.device | None = None) -> Iterator[Simulation]:
     """Simulate CUDA devices within the block, and wait for all operations at its end.
 
-    Args:
-        devices: Number of devices. Default: 2.
-        collectives_on: The value of `ProcessGroupRegistry.device` within the block. Default None: cuda:0.
+    ``collectives_on`` is the value of `ProcessGroupRegistry.device` within the block. None: cuda:0.
     """
     simulation = Simulation(devices)
 

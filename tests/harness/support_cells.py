@@ -74,7 +74,6 @@ TOLERANCE = {
 
 
 def topology_of(layout: str) -> Topology:
-    """Return the topology of a column of the table."""
     return Topology() if layout == "one process" else Topology.parse(layout)
 
 

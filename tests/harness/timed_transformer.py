@@ -26,8 +26,6 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Returns the loss of a batch of token ids."""
-
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCAB, width)

@@ -44,8 +44,6 @@ TENSOR_RATE = 0.01
 
 
 class Kind(NamedTuple):
-    """A torch optimizer with some arguments."""
-
     name: str
     options: Options
 
@@ -107,7 +105,6 @@ def wrapper(registry: ProcessGroupRegistry) -> Wrap:
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Run steps ``first`` to ``last`` - 1."""
     for step in range(first, last):
         optimizer.zero_grad()
         model.loss(step).backward()

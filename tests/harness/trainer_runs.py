@@ -19,7 +19,6 @@ MAX_NORM = 0.5
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Return fused AdamW with weight decay."""
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
 
@@ -32,8 +31,9 @@ def rows(number: int) -> list[dict[str, Tensor]]:
 def run(
     path: str, folder: Path, ours: bool, mesh: tuple[int, int] | None = None, resume: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the norms that the Trainer logs and the weights after four steps. With ``resume``, continue from an
-    earlier run's checkpoint of two steps.
+    """Return the norms that the Trainer logs and the weights after four steps.
+
+    With ``resume``, continue from an earlier run's checkpoint of two steps.
 
     Args:
         ours: True: train with the recipe. False: train with the plain Trainer.

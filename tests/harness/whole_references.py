@@ -183,7 +183,6 @@ def stable_adamw(
 
 
 def root_mean_square(tensor: Tensor) -> float:
-    """Return the root mean square of the elements."""
     return float(tensor.norm()) / sqrt(tensor.numel())
 
 

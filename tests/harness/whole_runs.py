@@ -80,7 +80,6 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, steps: int = 10) -> list[Part]:
-    """Return the shards of this rank after some steps in float64."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **(options or {}))
@@ -131,7 +130,6 @@ def copies_differ(by_rank: list[list[Part]]) -> list[str]:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters."""
     return dict(SHAPES)
 
 

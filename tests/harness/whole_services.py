@@ -28,8 +28,7 @@ def each_trained(
 ) -> list[list[Part]]:
     """Train a model with each optimizer in the same process groups, and return the resulting shards per optimizer.
 
-    Args:
-        bucket: The size of the buckets of `Sharded` in bytes. Default: 64. None: the default size of the library.
+    ``bucket`` is the size of the buckets of `Sharded` in bytes. None: the default size of the library.
     """
     found = []
     buckets = nullcontext() if bucket is None else small_buckets(bucket)

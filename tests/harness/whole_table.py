@@ -31,6 +31,5 @@ PLACEMENTS = {"whole": "whole", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "offload":
 
 
 def fitting(layout: str) -> list[str]:
-    """Return the placements that are valid for a layout."""
     has_data = "data" in WHOLE_LAYOUTS[LAYOUTS[layout]].topology.axes
     return [name for name, state in PLACEMENTS.items() if state in STATES and (has_data or "zero" not in name)]

@@ -28,7 +28,6 @@ def rows(step: int, count: int = 8) -> Tensor:
 
 
 def size_of(axes: Axes) -> int:
-    """Return the number of ranks of these axes."""
     return Topology(roles=None, **dict(axes)).world_size
 
 
@@ -83,7 +82,6 @@ def odd_steps(
 
 
 def pieces(optimizer: ParallelOptimizer) -> list[SteppedTensor]:
-    """Return the tensors that this rank updates, with their parameters."""
     return optimizer.stepped_tensors()
 
 

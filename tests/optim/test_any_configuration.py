@@ -81,7 +81,6 @@ def test_random_configurations_cover_every_feature() -> None:
 
 
 def features(case: Case) -> Iterator[str]:
-    """Yield the entries of `FEATURES` that the case has."""
     setting, resumed = case.setting, case.resumed
     yield from (f"memory format {memory_format(case, setting, name)}" for name in case.names)
     if resumed is not None and any(
@@ -126,7 +125,6 @@ def has_rank_without_parameters(case: Case, setting: Setting) -> bool:
 
 
 def features_of_losses(case: Case) -> Iterator[str]:
-    """Yield the features of the losses of the first step."""
     setting = case.setting
     for at in setting.at.coordinates():
         for micro in range(setting.micro):

@@ -1,4 +1,4 @@
-"""Steps captured in a CUDA graph: replays give the results of eager steps. On the CPU, `CpuGraph` replaces the graph."""
+"""Steps captured in a graph and replayed, with `CpuGraph` in place of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def test_graph_replays_match_eager_steps_bitwise(name: str, before: int) -> None
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
 def test_graphs_of_earlier_and_of_last_micro_batch_match_eager_steps_bitwise(name: str) -> None:
-    """One graph runs each micro-batch except the last; another runs the last micro-batch and the step. Each replay starts
-    from the weights and gradients that the previous replay left."""
+    """Each replay starts from the weights and gradients that the previous replay left."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
 

@@ -1,4 +1,4 @@
-"""Operations that a CUDA graph of a step cannot repeat raise before anything changes. `poll` reports errors of replays."""
+"""Errors of operations that a CUDA graph of a step cannot repeat, and `poll`, which reports errors of replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `ParallelOptimizer` of several inner optimizers has one norm, one step decision and one state."""
+"""`ParallelOptimizer` with several inner optimizers: one norm, one step decision and one state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def of_two_classes(matrices: list[Tensor], others: list[Tensor]) -> list[torch.o
 
 
 def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the matrices and the other parameters."""
     params = list(model.parameters())
     return [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
 

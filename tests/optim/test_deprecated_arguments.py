@@ -1,4 +1,4 @@
-"""Deprecated arguments warn with the replacement and have the same effect."""
+"""Deprecated arguments: warnings, effects, and conflicts with the new arguments."""
 
 from __future__ import annotations
 

@@ -296,7 +296,6 @@ def test_only_second_step_compares_weights_with_their_master_or_offloaded_copies
 
 
 def waits_unsaid(log: Log, placed: str) -> list[str]:
-    """Return the waits, without those that `Offloaded` needs if ``placed`` contains it."""
     said = ("synchronize optim/states/offloaded.py", "synchronize optim/step")
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 

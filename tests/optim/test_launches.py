@@ -33,7 +33,6 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 
 def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32, **options: Any) -> Log:
-    """Return the log of the third step."""
     log = Log()
     with fake_cuda(collectives_on=CPU) as logging:
         params = weights(count, dtype)
@@ -53,7 +52,6 @@ def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32
 
 
 def torchs(count: int) -> Log:
-    """Return the log of torch's `clip_grad_norm_` and `AdamW` in the third step."""
     log = Log()
     with fake_cuda(collectives_on=CPU) as logging:
         params = weights(count)

@@ -116,8 +116,6 @@ def test_clip_grads_without_max_norm_only_measures() -> None:
 
 
 class Scales(StepObserver):
-    """Records the loss scale contained in the gradients."""
-
     def __init__(self) -> None:
         self.found: list[float | None] = []
 
@@ -139,8 +137,7 @@ def test_observer_sees_loss_scale_of_gradients_or_none_without_loss_scaling() ->
 def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
     """Return the norm and weights after two micro-batches whose losses a `GradScaler` scales.
 
-    Args:
-        asked: Whether to call `clip_grad_by_norm` after the first micro-batch.
+    ``asked``: call `clip_grad_by_norm` after the first micro-batch.
     """
     model = model_of()
     optimizer, scales = optimizer_of(model, accumulation_steps=2, max_norm=0.5), Scales()

@@ -1,4 +1,4 @@
-"""Former public names and signatures keep working for one version, with a warning that says what to write."""
+"""Former public names and signatures, and their warnings."""
 
 from __future__ import annotations
 
@@ -163,7 +163,6 @@ def test_unknown_module_attribute_raises() -> None:
 
 
 def instance_of(owner: type) -> Any:
-    """Return an instance without attributes, also of an abstract class."""
     methods: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())
     return object.__new__(type(owner.__name__, (owner,), dict.fromkeys(methods)))
 

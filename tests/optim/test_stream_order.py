@@ -1,4 +1,4 @@
-"""Asynchronous copies and collectives are ordered by waits on the right stream; see `stream_simulation`."""
+"""Order of asynchronous copies and collectives on simulated CUDA streams; see `stream_simulation`."""
 
 from __future__ import annotations
 
@@ -79,18 +79,15 @@ class Training:
     """A training run with skipped steps.
 
     Args:
-        inner: Returns the wrapped optimizer. Default: fused AdamW.
-        options: Arguments of `ParallelOptimizer`, in addition to ``max_norm=1.0`` and ``check_replicas=False``. Default:
-            none.
-        dtype: Dtype of the parameters. Default: float32.
-        schedule: Returns a schedule. Default: None. (A schedule waits for each step, and would hide other missing waits.)
-        telemetry: Arguments of `Telemetry`; None (default): none.
-        steps: Number of steps. Default: 9.
-        ranks: Number of data-parallel ranks, of which only rank 0 runs. Default: 1.
-        own_streams: True: each step runs in a new stream, which waits for the previous one. Default: False.
+        inner: Returns the wrapped optimizer.
+        options: Arguments of `ParallelOptimizer`, in addition to ``max_norm=1.0`` and ``check_replicas=False``.
+        schedule: Returns a schedule. (A schedule waits for each step, and would hide other missing waits.)
+        telemetry: Arguments of `Telemetry`; None: no telemetry.
+        ranks: Number of data-parallel ranks, of which only rank 0 runs.
+        own_streams: True: each step runs in a new stream, which waits for the previous one.
         micro_batches: Number of backwards per step. They set gradients from the last parameter to the first, and run
-            the parameters' hooks, so reductions start in backward. 0 (default): gradients are set without a backward.
-        saved_to: The directory of an `AsyncSaver` that saves after each step; None (default): no checkpoints.
+            the parameters' hooks, so reductions start in backward. 0: gradients are set without a backward.
+        saved_to: The directory of an `AsyncSaver` that saves after each step; None: no checkpoints.
     """
 
     inner: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = fused_adamw
@@ -105,7 +102,6 @@ class Training:
     saved_to: Path | None = None
 
     def run(self, device: torch.device) -> tuple[list[Tensor], list[float], int]:
-        """Return the final weights, the learning rates of all steps, and the number of skipped steps."""
         steps = self.iterate(device)
         while True:
             try:
@@ -259,10 +255,7 @@ COMBINED: dict[str, Training] = {
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit buckets of offloaded parameters to 160 bytes of gradients, and those of `Sharded` to `GRADIENT_BUCKET`.
-
-    So most runs have several.
-    """
+    """Limit buckets of offloaded parameters and of `Sharded`, so that most runs have several."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 160)
     monkeypatch.setattr(sharded, "BUCKET_BYTES", GRADIENT_BUCKET)
 
@@ -278,7 +271,6 @@ def world_of(training: Training) -> Iterator[None]:
 
 
 def simulate(training: Training) -> tuple[list[str], list[Tensor]]:
-    """Return the findings and the final weights of a run on cuda:1 while cuda:0 is the current device."""
     with world_of(training), simulated_cuda(collectives_on=SECOND) as simulation:
         weights, *_ = training.run(SECOND)
     return simulation.findings, weights
@@ -423,7 +415,6 @@ class Defect:
 
     Args:
         owner: The class, or the module of a function.
-        method: The method or function.
         old: Text in the source code of the method, which occurs once.
         new: The text that replaces it; ``KEPT`` is an empty dict, and ``on_new_stream`` is the function below.
         run: A key of `RUNS`, `ON_TWO_RANKS` or `IN_BACKWARD`.

@@ -1,4 +1,4 @@
-"""``sum_order="fixed"``: weights and states are bitwise equal on different numbers of data ranks."""
+"""``sum_order="fixed"``: sums, norms and runs on different numbers of data ranks, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -174,10 +174,7 @@ def test_fixed_order_hashes_with_tensor_or_pipeline_axis_are_equal_on_1_to_3_dat
 
 
 def test_fixed_order_weights_do_not_depend_on_state_placement(world: World) -> None:
-    """Hashes, last norm and number of skipped steps are the same for each placement, on 2 and on 3 ranks.
-
-    Without ZeRO-2, each of 2 ranks exchanges two partial sums, and each of 3 ranks exchanges one.
-    """
+    """Without ZeRO-2, each of 2 ranks exchanges two partial sums, and each of 3 ranks exchanges one."""
     runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]
     assert len({world.run(ranks, trained, run, ranks)[0] for ranks in (2, 3) for run in runs}) == 1
 
@@ -294,7 +291,7 @@ def test_fixed_order_hash_depends_on_step_count_and_clipping() -> None:
 
 
 def test_fixed_order_changes_last_norm_by_rounding_only(world: World) -> None:
-    """The norm of the last step depends on all earlier steps. One run has weights of micro-batches, and ZeRO-1."""
+    """One run has weights of micro-batches, and ZeRO-1."""
     for run in (FixedRun(), FixedRun(weighted=True, states="zero1")):
         fixed, usual = (world.run(2, trained, replace(run, order=order), 2)[0][2] for order in ("fixed", "any"))
         assert fixed == pytest.approx(usual, rel=1e-5)

@@ -35,14 +35,8 @@ def wrap() -> Iterator[Wrap]:
         yield wrapper(registry)
 
 
-# Steps ------------------------------------------------------------------------------------------------------------------
-
-
 def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[Any]:
-    """Run seven steps: one without gradients, and two with a frozen layer.
-
-    Return parameters and states after each step.
-    """
+    """Run seven steps, one without gradients and two with a frozen layer; return parameters and states after each."""
     model = Net(kind.name, dtype)
     optimizer = kind.plain(model.parameters())
     optimizer = optimizer if wrapped is None else wrapped(optimizer)

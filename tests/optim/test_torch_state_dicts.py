@@ -1,7 +1,4 @@
-"""State dicts, hooks and copies of torch's optimizers in a `ParallelOptimizer`, checked as in torch's own tests.
-
-All optimizers of torch are tested, except LBFGS and SparseAdam.
-"""
+"""State dicts, hooks and copies of torch's optimizers in a `ParallelOptimizer`, checked as in torch's own tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that meshstep saves in PEFT's format load onto other layouts of the same model, and into PEFT."""
+"""Adapter files in PEFT's format: loading onto other layouts and into PEFT, and errors."""
 
 from __future__ import annotations
 

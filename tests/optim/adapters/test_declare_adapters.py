@@ -1,4 +1,4 @@
-"""`declare_adapters` derives the layout of user-defined adapters, and `prove` and `audit` find mistakes in them."""
+"""`declare_adapters` on user-defined adapters, and checks that find mistakes in them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ R = 3
 class Pair(nn.Module):
     """An adapter as users write it: two parameters beside a layer.
 
-    Args:
-        wrong: A mistake in the forward: "no sum", "summed twice", or "" for none.
+    ``wrong`` is a mistake in the forward: "no sum", "summed twice", or "" for none.
     """
 
     def __init__(self, layer: Any, registry: ProcessGroupRegistry, a: tuple[int, int], b: tuple[int, int], wrong: str):

@@ -1,4 +1,4 @@
-"""LoRA on sharded layers trains like a dense model with the product of the factors added to its weights."""
+"""LoRA on sharded layers: training, dropout, resuming, merging and errors."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     """All experts compute all tokens, and the router weights their outputs. Each rank has some of the experts.
 
-    Args:
-        registry: The process groups. None: one process has all experts.
+    Without a registry, one process has all experts.
     """
 
     def __init__(self, registry: ProcessGroupRegistry | None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: training resumes bitwise identically on the same mesh and with close values on another mesh."""
+"""Resuming training from a checkpoint: bitwise identical on the same mesh, close on another mesh."""
 
 from __future__ import annotations
 
@@ -136,13 +136,10 @@ SHAPES = ((12, 24), (12, 12, 12), (12,), (), (0, 12))
 
 
 def known(index: int) -> Tensor:
-    """Return the full value of parameter ``index``."""
     return torch.arange(prod(SHAPES[index]), dtype=torch.float32).view(SHAPES[index]) + 1000 * index
 
 
 class Pieces(nn.Module):
-    """A model whose parameters are this rank's shards."""
-
     def __init__(self, specs: Specs, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         topology, rank = registry.topology, registry.global_rank

@@ -1,4 +1,4 @@
-"""Loading a damaged or incompatible checkpoint raises an error on every rank and changes nothing."""
+"""Loading a damaged or incompatible checkpoint raises an error and changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def everything(run: Run) -> Any:
 
 
 def refused(path: Path, run: Run) -> str:
-    """Return the error of loading, after checking that nothing has changed."""
     before = everything(run)
     with pytest.raises(ValueError, match=r".+") as error:
         load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
@@ -43,7 +42,6 @@ def cut(file: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    """Flip one bit in the middle of the file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)

@@ -36,13 +36,11 @@ class Run:
         return [process.exitcode for process in self._processes]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for all ranks to exit and return their results."""
         self._wait(lambda: None not in self._codes())
         assert self._codes() == [0] * RANKS
         return [torch.load(self.plan.result(rank)) for rank in range(RANKS)]
 
     def kill(self) -> None:
-        """Kill all ranks once the plan's stop point is reached."""
         self._wait(self.plan.mark.exists)
         time.sleep(0.1)  # lets the other rank run as far as it can
         assert self._codes() == [None] * RANKS
@@ -76,7 +74,6 @@ _expected: dict[str, list[dict[str, Any]]] = {}
 
 
 def expected(case: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of all ranks of the uninterrupted run."""
     if case not in _expected:
         _expected[case] = Run(replace(CASES[case], directory=str(tmp_path_factory.mktemp("whole")))).finish()
     return _expected[case]

@@ -1,4 +1,4 @@
-"""Unsupported and failed saves raise, and the previous checkpoint stays. Leftovers do not prevent a later save."""
+"""Unsupported saves, failed saves, and leftovers of crashed saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged or malicious checkpoint files raise an error, and no code in any file is executed."""
+"""Damaged and malicious checkpoint files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Wrong values in checkpoint files with valid checksums: loading raises and changes nothing, or loads a usable
-state."""
+"""Wrong values in checkpoint files with valid checksums, and in state dicts."""
 
 from __future__ import annotations
 

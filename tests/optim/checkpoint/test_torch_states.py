@@ -1,5 +1,4 @@
-"""torch's state-dict functions and DCP save and load optimizer state and master weights, on the same and other
-layouts."""
+"""Optimizer state and master weights in torch's state-dict functions and DCP, on the same and other layouts."""
 
 from __future__ import annotations
 
@@ -228,7 +227,6 @@ def test_dcp_state_of_one_layout_loads_into_another(world: World, tmp_path: Path
 
 
 def counted_apart() -> str:
-    """Make the step counts of a parameter's shards differ, and return the error."""
     with registry_of((("tensor", 2),)) as registry:
         model, optimizer = built(registry, "split")
         train(model, optimizer, 0, 2)

@@ -1,5 +1,4 @@
-"""Checkpoints of only the trainable parameters load into models that already have the frozen ones, also in other
-layouts."""
+"""Checkpoints of only the trainable parameters, and their loading into models with the frozen ones."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ HALF = 3  # steps before and after the checkpoint
 
 
 def full_weights() -> dict[str, Tensor]:
-    """Return the weights with which training begins."""
     generator = torch.Generator().manual_seed(5)
     return {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in SPECS}
 

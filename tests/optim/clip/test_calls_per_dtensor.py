@@ -26,7 +26,6 @@ def params_on_two_meshes(count: int) -> list[nn.Parameter]:
 
 
 def function_calls(params: list[nn.Parameter]) -> int:
-    """Return the number of Python and C functions that one call of `clip_grad_norm_` calls."""
     return calls_of(lambda: clip_grad_norm_(params, 1.0))
 
 

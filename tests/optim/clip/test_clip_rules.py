@@ -1,4 +1,4 @@
-"""Clipping rules give the results of a dense model in one process, on many layouts and state placements."""
+"""Clipping rules: comparison with a dense model on many layouts, collectives, skipped steps and errors."""
 
 from __future__ import annotations
 

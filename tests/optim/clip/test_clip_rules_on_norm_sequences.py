@@ -92,7 +92,6 @@ RULES: dict[str, Clip] = {
 
 
 def trace(step: int) -> float:
-    """Return the factor of the losses of a step."""
     return random.Random(step).uniform(0.3, 1.2) * SPIKES.get(step, 1.0)
 
 
@@ -176,7 +175,6 @@ class Expected:
         self.reference = DenseRule(self.rule)
 
     def go_on(self, config: Config, steps: range) -> Expected:
-        """Run ``steps`` with the full gradients of the layout."""
         of_layout = Dense(config.layout)
         for step in steps:
             gradients: Full = {k: g * trace(step) for k, g in of_layout.gradients(2 * step, config.micros).items()}

@@ -1,4 +1,4 @@
-"""State of clipping rules: when it changes, and how it is saved and loaded. Rules that are rejected."""
+"""State of clipping rules: when it changes, and how it is saved and loaded. Rejected rules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def sgd(model: Planted) -> torch.optim.Optimizer:
 
 
 def give_gradients(model: Planted, size: float = 1.0) -> None:
-    """Set all elements of all gradients to ``size``."""
     for param in model.parameters():
         param.grad = torch.full_like(param, size)
 

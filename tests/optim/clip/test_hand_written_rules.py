@@ -85,7 +85,6 @@ class Model(nn.Module):
 
 
 def local(tensor: Tensor | None) -> Tensor:
-    """Return this rank's shard of a gradient."""
     assert tensor is not None
     shard_here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard_here
@@ -215,7 +214,6 @@ def gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of this rank's shards, 0-dim."""
     return torch.stack([torch.zeros((), dtype=torch.float64), *(local(one).square().sum() for one in tensors)]).sum()
 
 
@@ -234,7 +232,7 @@ def full_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def scale(params: Iterable[Tensor], norm: Tensor) -> float:
-    """Multiply the gradients by the clip coefficient of ``norm``. Return the norm."""
+    """Multiply the gradients by the clip coefficient of ``norm``, and return the norm."""
     for gradient in gradients(params):
         local(gradient).mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
@@ -266,7 +264,6 @@ def gradients_for_parameters(model: Model, meshes: Meshes) -> float:
 
 
 def stock(model: Model, meshes: Meshes) -> float:
-    """Pass all parameters to torch's function."""
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
 
 
@@ -355,14 +352,12 @@ class Repository:
 
     Attributes:
         documented: The thread, commit or file that describes the rule.
-        layout: Adds the parameters to a model, and returns the meshes.
         names: The parameters of the layout, over all ranks.
         mistake: The mistake that the rule once had; empty if it had none.
         rule: The rule with its mistake.
         wrong: The norm by which each rank clips because of the mistake, or a part of the error that the rule raises.
             None: the norm is right.
         scales: False if the rule returns without scaling the gradients.
-        norm_type: The order of the norm of the rule.
         refused: The axis that `ReplicaMismatchError` names, if the layout cannot be clipped without `repair`.
         repair: Changes the model so that it can be clipped.
     """
@@ -510,10 +505,7 @@ REPOSITORIES = {
 
 @dataclass(frozen=True)
 class Clipped:
-    """The result of one clipping on one rank: the norm, and the factor by which it scaled the gradients.
-
-    If the gradients were not scaled by one factor, the factor is NaN.
-    """
+    """The norm of one clipping on one rank, and the factor by which it scaled the gradients (NaN: no common factor)."""
 
     norm: float
     factor: float

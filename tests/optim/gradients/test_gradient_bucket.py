@@ -39,7 +39,6 @@ class Seen(CommHook):
 
 
 def bucket_of(params: list[nn.Parameter], hook: CommHook, slices: int = 1, **options: Any) -> GradientBucket:
-    """Return one bucket of all ``params`` without a process group."""
     numels = [param.numel() for param in params]
     (layout,) = flat_buckets(list(range(len(params))), numels, slices, 10**6)
     group: Any = None

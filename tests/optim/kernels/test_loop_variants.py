@@ -1,4 +1,4 @@
-"""The choice of the fastest variant of the compiled loops. Other files test that all variants give equal bits."""
+"""The choice of the fastest variant of the compiled loops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Norm powers by the compiled loops are within 1e-14 of the reference, and bitwise identical for all variants
-of the loops and numbers of threads."""
+"""Norm powers by the compiled loops: accuracy, bitwise equality of loop variants and numbers of threads, fallbacks."""
 
 from __future__ import annotations
 

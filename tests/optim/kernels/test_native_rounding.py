@@ -1,4 +1,4 @@
-"""Stochastic rounding by the compiled loop: bitwise equal to plain torch for all variants, and to the Triton kernel."""
+"""Stochastic rounding by the compiled loop, compared bitwise with plain torch and the Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates by the compiled loops match a float64 reference within 2 float32 eps times the operands' magnitudes."""
+"""Updates by the compiled loops: accuracy, rounding, and bitwise equality of loop variants and numbers of threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class ByLoops(Case):
     """A case whose update runs in the compiled loops."""
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """Run the update in the compiled loops."""
         flag, half = torch.tensor(found_inf), self.half_dtype or torch.bfloat16
         update_by_loops(
             loops(), KINDS[type(self.rule)], self.columns(), self.hyper, factor, flag, self.grad_dtype, half

@@ -1,4 +1,4 @@
-"""The Triton kernel for stochastic rounding in the interpreter is bitwise equal to plain torch, and unbiased."""
+"""The Triton kernel for stochastic rounding: results in the interpreter, and compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interpreted Triton updates match a float64 reference within 2 float32 eps times the operands' magnitudes."""
+"""Updates by the Triton kernels in the interpreter: accuracy, rounding, addresses, and several param groups."""
 
 from __future__ import annotations
 

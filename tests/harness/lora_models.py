@@ -307,8 +307,7 @@ def step_along(optimizer: ParallelOptimizer, loss: Tensor) -> float:
     return float(stats.total_norm)
 
 
-# The dense reference, which adds the product of the factors to the weights
-# ------------------------------------------------
+# The dense reference, which adds the product of the factors to the weights ------------------------------------------------
 
 
 def reference(

@@ -22,8 +22,7 @@ VARYING = [0.5, -1.0, 2.0, 0.25, 3.0, -0.125, 1.5, 0.75]
 def first_step(weights: Any, gradients: Any, spec: P, options: dict[str, Any]) -> str:
     """Run the first step of parameter "w" on data=2, tensor=2. Return the error message, "" if there is none.
 
-    Args:
-        weights, gradients: Values and gradients of "w" per coordinate of the tensor axis.
+    ``weights`` and ``gradients`` have values of "w" per coordinate of the tensor axis.
     """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         at = registry.coordinate["tensor"]

@@ -1,4 +1,4 @@
-"""Hashes of tensors' bits (`TensorHash`). Without ``exact``, all NaNs have one hash, and -0 has the hash of 0."""
+"""Hashes of tensors' bits (`TensorHash`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def words(tensors: list[Tensor | None], exact: bool = True) -> Tensor:
 
 
 def flipped(tensor: Tensor, bit: int) -> Tensor:
-    """Return a copy with one bit flipped, counted from the lowest bit of the first element."""
     copy = tensor.clone()
     copy.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
     return copy

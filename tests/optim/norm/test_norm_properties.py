@@ -1,4 +1,4 @@
-"""The global norm equals the dense float64 norm on random meshes and layouts, and is bitwise identical on all ranks."""
+"""The global norm on random meshes and layouts, compared with the dense float64 norm."""
 
 from __future__ import annotations
 

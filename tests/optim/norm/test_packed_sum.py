@@ -1,4 +1,4 @@
-"""Test `PackedSum`: several named tensors, summed over ranks in one collective."""
+"""`PackedSum`: several named tensors, summed over ranks in one collective."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ RANGES = (1e-44, 1e-30, 1e-24, 1e-19, 2e19, 1e30, 3e38)
 
 
 def norm_of(size: float, pieces: int, p: float, reduction: Reduction) -> tuple[float, float]:
-    """Return the norm of 2,048 equal elements in ``pieces`` shards, and the overflow flag."""
     with ProcessGroupRegistry(Topology(tensor=pieces)) as registry:
         weight = nn.Parameter(torch.zeros(2048 // pieces))
         annotate(weight, P("tensor"), "weight")

@@ -1,4 +1,4 @@
-"""With loss scaling, reported norms are norms of the unscaled gradients, even if squares overflow in fp16."""
+"""Norms and clipping with loss scaling, also if squares overflow in fp16."""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ class Gradient:
     stage: int | None = None
 
     def complete(self, registry: ProcessGroupRegistry) -> Tensor:
-        """Return this rank's shard of the completely reduced gradient."""
         return shard(torch.tensor(self.full, dtype=torch.float64), self.spec, registry)
 
     def local(self, registry: ProcessGroupRegistry) -> Tensor:
@@ -64,7 +63,6 @@ def square(gradient: Tensor) -> float:
 
 
 def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
-    """Return the sum over the ranks of ``axes``."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=registry.group(*axes))
     return float(total)

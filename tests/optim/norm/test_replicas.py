@@ -1,4 +1,6 @@
-"""Replicas that differ between ranks are detected, and the error names the parameter and the mesh axis."""
+"""The check for replicas that differ between ranks: what it accepts, and the parameter and mesh axis that its error
+names.
+"""
 
 from __future__ import annotations
 

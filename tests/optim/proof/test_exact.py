@@ -1,4 +1,4 @@
-"""`assert_exact`: correct parallel models pass, and errors are reported with the parameter and ranks."""
+"""`assert_exact` on correct and wrong parallel models."""
 
 from __future__ import annotations
 

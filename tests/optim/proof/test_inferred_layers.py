@@ -1,4 +1,4 @@
-"""`infer` finds the layouts of the library's tensor-parallel layers without their declarations.
+"""`infer` on the library's tensor-parallel layers without their declarations.
 
 If two axes have the same size, it may not know which of them shards which dim.
 """

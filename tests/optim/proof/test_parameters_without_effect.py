@@ -1,5 +1,6 @@
-"""`prove` and `infer` on parameters without effect on the loss. Their gradients are rounding errors that differ per
-rank, which must not be reported as a mistake."""
+"""`prove` and `infer` on parameters without effect on the loss, whose gradients are rounding errors that differ per
+rank.
+"""
 
 from __future__ import annotations
 

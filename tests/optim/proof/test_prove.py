@@ -1,5 +1,4 @@
-"""`prove` reports nothing for correct models of random layouts. For wrong models it names the parameters and, in most
-cases, the mistake."""
+"""`prove` on correct models of random layouts, and on models with planted mistakes."""
 
 from __future__ import annotations
 

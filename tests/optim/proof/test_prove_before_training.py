@@ -63,7 +63,6 @@ def loss_on(step: int, registry: ProcessGroupRegistry) -> Callable[[Model], Tens
 
 
 def values(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield key

@@ -1,4 +1,4 @@
-"""Booster: every form of data parallelism and precision gives the steps of a plain run, up to rounding."""
+"""Booster in its forms of data parallelism and its precisions, compared with plain runs."""
 
 from __future__ import annotations
 

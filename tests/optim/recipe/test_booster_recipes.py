@@ -1,4 +1,4 @@
-"""The documented Booster recipes have the loss curves of one process; the clipping recipe also has that of plain torch."""
+"""The documented Booster recipes, compared with one process and, for clipping, with plain torch."""
 
 from __future__ import annotations
 

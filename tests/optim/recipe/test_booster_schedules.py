@@ -1,4 +1,4 @@
-"""LR schedules behave the same with and without a Booster, including torch's warnings."""
+"""LR schedules with and without a Booster, including torch's warnings."""
 
 from __future__ import annotations
 

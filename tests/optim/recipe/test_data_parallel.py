@@ -1,4 +1,4 @@
-"""`align_replicas` sets diverged replicas to the values of one rank. `broadcast_weights` copies weights of DTensors."""
+"""`align_replicas` for diverged replicas, and `broadcast_weights` for DTensors."""
 
 from __future__ import annotations
 

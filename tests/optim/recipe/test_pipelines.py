@@ -1,5 +1,4 @@
-"""Pipelines of torch.distributed.pipelining, stepped as one model. All schedules run in fp32; some of them also run with
-fully_shard, with ZeRO, in fp16 or in bf16."""
+"""Pipelines of torch.distributed.pipelining, stepped as one model."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of steps: three steps that are applied, and in fp16 one that is skipped."""
+        """Return the number of steps: three that are applied, and in fp16 one that is skipped."""
         return 4 if self.precision == "fp16" else 3
 
 
@@ -111,7 +110,6 @@ def train(case: Case, registry: ProcessGroupRegistry) -> Result:
 
 
 def local_weights(pipeline: Pipeline) -> Tensor:
-    """Return the local weights of this rank in one tensor."""
     return torch.cat([local(param).flatten().float() for module in pipeline.modules for param in module.parameters()])
 
 

@@ -1,5 +1,4 @@
-"""meshstep's schedules inside torch's SequentialLR and ChainedScheduler. A ChainedScheduler of a meshstep schedule and
-another schedule is rejected."""
+"""meshstep's schedules inside torch's SequentialLR and ChainedScheduler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""meshstep's schedules on a `ParallelOptimizer` advance only after an applied step. With ``hold_on_skip=False``, or on a
-plain optimizer, they advance with every call."""
+"""meshstep's schedules on a `ParallelOptimizer` and skipped steps."""
 
 from __future__ import annotations
 

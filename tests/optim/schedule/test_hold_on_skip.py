@@ -1,4 +1,4 @@
-"""`HoldOnSkip`: torch's schedules, also composed of meshstep's, advance only in applied steps."""
+"""`HoldOnSkip` with torch's schedules, also composed of meshstep's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ STEPS = st.integers(0, 40)
 
 
 def trace(schedule: WarmupLR, steps: int) -> list[list[float]]:
-    """Run ``steps`` steps. Return the learning rates of each step."""
     found = []
     for _ in range(steps):
         found.append(rates(schedule.optimizer))

@@ -1,5 +1,6 @@
-"""Schedules on a `ParallelOptimizer` without skipped steps, from torch and from meshstep, behave as on a plain
-optimizer."""
+"""Schedules from torch and from meshstep on a `ParallelOptimizer` without skipped steps, compared with a plain
+optimizer.
+"""
 
 from __future__ import annotations
 

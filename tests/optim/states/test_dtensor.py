@@ -1,4 +1,4 @@
-"""Lists that mix DTensors and plain parameters: norms, clipping and steps equal those of the dense model."""
+"""Lists that mix DTensors and plain parameters, compared with the dense model."""
 
 from __future__ import annotations
 

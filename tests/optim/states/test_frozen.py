@@ -1,4 +1,4 @@
-"""Parameters frozen or unfrozen after the optimizer was made. If ranks disagree, all of them raise."""
+"""Parameters frozen or unfrozen after the optimizer was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen model beside a small trained one takes no memory in states, masters, gradients and buckets."""
+"""Memory of a frozen model beside a small trained one: states, masters, gradients and buckets."""
 
 from __future__ import annotations
 
@@ -45,11 +45,7 @@ def added_bytes(*case: Any) -> tuple[int, int]:
 def added_bytes_once(how: str, mode: str, frozen: bool, declared: bool) -> tuple[int, int]:
     """Return the bytes that an optimizer has after three steps on this rank, and the number of states of the base.
 
-    Args:
-        how: The key of the options.
-        mode: The precision mode.
-        frozen: Whether the base's parameters are frozen. In both cases they are passed to the optimizer.
-        declared: True: the base's parameters have specs.
+    Frozen or not, the base's parameters are passed to the optimizer. ``declared``: they have specs.
     """
     precision: Any = Bf16(split_masters=True) if mode == "split" else mode
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:

@@ -198,10 +198,7 @@ def test_fsdp2_with_master_weights_matches_replicated_training(world: World) -> 
 
 
 def resumed() -> bool:
-    """Save state in the middle of a run, load it into new objects and continue; the runs must be bitwise identical.
-
-    Return whether they are.
-    """
+    """Return whether a run that loads its state into new objects midway is bitwise identical to an uninterrupted run."""
     with registry_of((("data", 2),)) as registry:
 
         def steps(net: Net, optimizer: ParallelOptimizer, indices: range) -> None:

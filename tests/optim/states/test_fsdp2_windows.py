@@ -1,4 +1,4 @@
-"""Accumulation windows give the same results with FSDP2, DDP and the optimizer's own reduction."""
+"""Accumulation windows with FSDP2, DDP and the optimizer's own reduction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`main_grads=False`: gradients stay in half precision until the step. The step is bitwise identical to one with
-`main_grads=True`."""
+"""`main_grads=False`: gradients stay in half precision until the step."""
 
 from __future__ import annotations
 

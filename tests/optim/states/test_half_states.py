@@ -1,4 +1,4 @@
-"""`HalfStates` keeps float32 optimizer states in bfloat16 between steps: close to float32 states, and half the size."""
+"""`HalfStates`, which keeps float32 optimizer states in bfloat16 between steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Training with a rank that has no parameters or no ZeRO shards, in many precision modes, state placements and
-optimizers."""
+"""Training with a rank that has no parameters or no ZeRO shards, in many precision modes and state placements."""
 
 from __future__ import annotations
 

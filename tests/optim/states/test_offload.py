@@ -1,5 +1,7 @@
-"""Steps with offloaded states equal steps without offload: bitwise if the model is on the CPU too, as in most tests, and
-within rounding on a GPU."""
+"""Steps with offloaded states, compared with steps without offload.
+
+Results are bitwise equal if the model is on the CPU too, as in most tests, and equal within rounding on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Ranks agree which parameters `Offloaded` steps on the CPU, because replicas on a CPU and on a GPU round differently.
+"""Agreement of ranks on the parameters that `Offloaded` steps on the CPU.
 
-On a CPU a wrong choice changes no result, so these tests compare the choices themselves.
+Replicas on a CPU and on a GPU would round differently. On a CPU a wrong choice changes no result, so these tests
+compare the choices themselves.
 """
 
 from __future__ import annotations
@@ -76,11 +77,8 @@ def test_drawn_offload_cases_cover_owned_tied_and_added_parameters_and_zero1_and
 def names_offloaded(topology: Topology, sizes: list[dict[str, int]], specs: dict[str, P], *states: Any) -> list[str]:
     """Return the names of this rank's offloaded tensors.
 
-    Args:
-        topology: The mesh.
-        sizes: ``sizes[rank]`` is {parameter name: number of elements} of global rank ``rank``.
-        specs: {parameter name: layout}. Parameters that this rank does not have are ignored.
-        states: The state placements.
+    ``sizes[rank]`` is {parameter name: number of elements} of global rank ``rank``. ``specs`` may name parameters that
+    this rank does not have.
     """
     with ProcessGroupRegistry(topology) as registry:
         model = nn.ParameterDict({name: ones(size) for name, size in sizes[registry.global_rank].items()})
@@ -133,7 +131,6 @@ def numels_of_pieces(sizes: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def gathers(fraction: float) -> int:
-    """Return how often the ranks agree on offloaded tensors while an optimizer is made."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         agree = mock.Mock(side_effect=on_all_ranks_with)
         with mock.patch.object(states_offloaded, "on_all_ranks_with", agree):

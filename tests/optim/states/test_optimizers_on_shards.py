@@ -1,4 +1,4 @@
-"""Optimizers are accepted on sharded parameters only if they are known, or declared by the user, to be elementwise."""
+"""Optimizers on sharded parameters: elementwise ones are accepted, other ones rejected."""
 
 from __future__ import annotations
 
@@ -183,7 +183,6 @@ def trained(axes: Axes, kind: type[SignDescent]) -> dict[str, Any]:
 
 
 def apart(world: World, kind: type[SignDescent]) -> float:
-    """Return the relative difference between a sharded run and a single process."""
     (dense,), split = world.run(1, trained, (), kind), world.run(2, trained, (("tensor", 2),), kind)[0]
     return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)
 

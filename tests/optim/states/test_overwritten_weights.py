@@ -1,5 +1,7 @@
-"""Weights of which the optimizer keeps a copy (master weights, offload): steps 2 and 16 detect writes through
-``.data`` and raise on all ranks."""
+"""Weights of which the optimizer keeps a copy (master weights, offload), written through ``.data``.
+
+Steps 2 and 16 detect such writes and raise on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,6 @@ class Training:
         self.params, self.rank, self.gathers = list(self.model.parameters()), registry.global_rank, list[int]()
 
     def step(self, factor: float = 1.0) -> str:
-        """Return the error of one step."""
         self.optimizer.zero_grad()
         self.optimizer.backward(factor * sum((p.float().square().sum() for p in self.params), torch.zeros(())))
         with mock.patch.object(completion, "gather_objects", wraps=gather_objects) as gather:

@@ -1,4 +1,4 @@
-"""torch's parallelize_module: tensor- and sequence-parallel DTensor parameters match the dense model."""
+"""torch's parallelize_module: tensor- and sequence-parallel DTensor parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`optimizer.stepped_tensors()` describes each shard correctly, in many layouts and with ZeRO, offload or master
-weights."""
+"""`optimizer.stepped_tensors()`: its description of each shard, in many layouts and with ZeRO, offload or master
+weights.
+"""
 
 from __future__ import annotations
 

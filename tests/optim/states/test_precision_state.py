@@ -1,4 +1,4 @@
-"""State dicts of every precision mode: new processes resume bitwise; an invalid state changes nothing on any rank."""
+"""State dicts of the precision modes: resuming in new processes, and invalid states."""
 
 from __future__ import annotations
 

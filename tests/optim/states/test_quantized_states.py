@@ -1,5 +1,4 @@
-"""Quantized optimizer states give other values on shards than on full tensors; with `whole` the values are equal. Only
-tensors of at least 4,096 elements have quantized states."""
+"""Quantized optimizer states on shards. Only tensors of at least 4,096 elements have quantized states."""
 
 from __future__ import annotations
 

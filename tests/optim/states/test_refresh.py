@@ -1,4 +1,4 @@
-"""`ParallelOptimizer.refresh`: parameters that are frozen and unfrozen between steps train as in a torch optimizer."""
+"""`ParallelOptimizer.refresh`: parameters that are frozen and unfrozen between steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ TRAINED: list[tuple[str, ...]] = [
 
 
 def full_weights() -> dict[str, Tensor]:
-    """Return the weights of the dense model."""
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in SPECS}
 
@@ -84,7 +83,6 @@ def run(how: str, mode: str, declared: bool, calls: bool = True) -> list[dict[st
     """Return for each step the largest difference of each parameter's shard from the dense run.
 
     Args:
-        how: The key of the options.
         mode: "float64", or a mode with master weights.
         declared: False: frozen parameters have no spec until they are unfrozen.
         calls: True: call `refresh` each time.
@@ -167,8 +165,7 @@ def optimizers_of(how: str, model: nn.Module) -> Any:
 def unfreeze_layers(how: str, ranks: int) -> tuple[list[Tensor], list[float]]:
     """Train the last layer, then both, then the first, then both, one step each, with a torch schedule.
 
-    Returns:
-        The full weights after the last step, and the learning rates.
+    Return the full weights after the last step, and the learning rates.
     """
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
         model = layers()

@@ -1,4 +1,4 @@
-"""`replay` repeats the last update from its inputs: bitwise equal results, or the names of the tensors that differ."""
+"""`replay` repeats the last update from its inputs, and names the tensors that differ."""
 
 from __future__ import annotations
 

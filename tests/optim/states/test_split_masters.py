@@ -1,4 +1,4 @@
-"""Split master weights: two-byte remainders give the values of float32 master weights with the same rounding."""
+"""Split master weights: bfloat16 weights with two-byte remainders, compared with float32 master weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def ties_away() -> Iterator[None]:
 
 
 def mode(is_split: bool) -> Any:
-    """Return the precision mode and the context of its run."""
     return (SPLIT, nullcontext()) if is_split else (Bf16(), ties_away())
 
 
@@ -75,14 +74,12 @@ def masters_of(optimizer: ParallelOptimizer[Any]) -> dict[int, Tensor]:
 
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
-    """Return weights, master weights and states."""
     state = [optimizer.state.get(piece.tensor, {}) for piece in optimizer.stepped_tensors()]
     states = [entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *masters_of(optimizer).values(), *states)]
 
 
 def same(first: Bits, second: Bits) -> bool:
-    """Return whether all tensors have equal dtypes and bits."""
     pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(first, second, strict=True)]
     return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 

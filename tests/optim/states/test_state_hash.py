@@ -13,7 +13,6 @@ from world import World
 
 
 def hash_of_run(topology: Topology, step_count: float) -> int:
-    """Return the hash after a step of Adam and a change of its step count."""
     with ProcessGroupRegistry(topology) as registry:
         spec = P("tensor") if topology.world_size > 1 else P()
         weight = nn.Parameter(shard(torch.arange(12.0).view(4, 3), spec, registry))

@@ -1,4 +1,4 @@
-"""Parameters without a gradient on any rank in the first steps are reported once."""
+"""Warnings about parameters without a gradient on any rank in the first steps."""
 
 from __future__ import annotations
 

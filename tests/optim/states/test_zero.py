@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 give the results of replicated states, in many precision modes and layouts and with several norms."""
+"""ZeRO-1 and ZeRO-2, compared with replicated states in many precision modes and layouts and with several norms."""
 
 from __future__ import annotations
 

@@ -111,10 +111,7 @@ def test_overflow_in_gradient_slice_of_one_rank_skips_step_on_all_ranks(world: W
 
 
 def resume(mode: str, options: dict[str, Any]) -> bool:
-    """Compare six steps with three steps, a reload into new objects, and three more steps.
-
-    Return whether all parameters are bitwise equal.
-    """
+    """Return whether six steps equal three steps, a reload into new objects, and three more steps, bitwise."""
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
@@ -148,10 +145,7 @@ def test_zero1_and_zero2_resume_bitwise_identically(world: World, mode: str, opt
 
 
 def restored_model(mode: str) -> bool:
-    """Load only the optimizer state; its master weights must be copied to the model on all ranks.
-
-    Return whether they were copied.
-    """
+    """Load only the optimizer state. Return whether its master weights were copied to the model on all ranks."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry, torch.bfloat16)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **ZERO1))

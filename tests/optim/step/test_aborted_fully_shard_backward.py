@@ -33,8 +33,8 @@ def weights_after(where: str | None, in_window: bool, reset: bool) -> list[list[
 
     Args:
         where: "forward" or "backward", where the exception is raised; None: no exception.
-        in_window: True: run forward and backward in `ParallelOptimizer.window`, instead of `ParallelOptimizer.backward`.
-        reset: True: call torch's `reset_iter_state` after the exception.
+        in_window: Run forward and backward in `ParallelOptimizer.window`, instead of `ParallelOptimizer.backward`.
+        reset: Call torch's `reset_iter_state` after the exception.
     """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)

@@ -1,5 +1,4 @@
-"""The tests of the row cache and of the compiled updates, with loops built with AddressSanitizer: no access outside of
-tensors."""
+"""The tests of the row cache and of the compiled updates, with loops built with AddressSanitizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different settings raise at construction, and ranks with different initial weights in the first step."""
+"""Settings that ranks compare at construction, and initial weights that they compare in the first step."""
 
 from __future__ import annotations
 

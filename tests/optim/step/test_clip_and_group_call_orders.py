@@ -1,4 +1,4 @@
-"""Unusual orders of calls, calls on some ranks only, and calls after an error: no state is lost and no rank hangs."""
+"""Unusual orders of calls, calls on some ranks only, and calls after an error."""
 
 from __future__ import annotations
 

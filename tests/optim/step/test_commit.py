@@ -1,4 +1,4 @@
-"""``commit=``: a rejection on one rank skips the step on all ranks, and does not count as overflow."""
+"""``commit=``: rejected steps, which do not count as overflow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The process group of a `DistributedDataParallel`, also Megatron's, must cover exactly the data axes; `fully_shard` must
-not reduce over tensor shards."""
+"""The process group of a `DistributedDataParallel`, also Megatron's, and of `fully_shard`, compared with the data
+axes.
+"""
 
 from __future__ import annotations
 

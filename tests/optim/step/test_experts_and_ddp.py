@@ -1,4 +1,4 @@
-"""Experts in a `DistributedDataParallel` are rejected, because DDP would average the gradients of different experts.
+"""Experts and `DistributedDataParallel`, which would average the gradients of different experts.
 
 Experts that DDP ignores are rejected only if the DDP is passed as ``data_parallel=``, because `step` would not divide
 their gradients by the number of data ranks.

@@ -1,4 +1,4 @@
-"""Optimizer states created by the library equal those created by torch."""
+"""Optimizer states created by the library, compared with those created by torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Missing gradients raise in the first step, and gradients that wrongly bypass `optimizer.backward` raise in the first
-and in later steps, on every rank."""
+"""Checks of the first step, and gradients that bypass `optimizer.backward` in the first and in later steps."""
 
 from __future__ import annotations
 

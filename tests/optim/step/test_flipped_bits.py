@@ -1,5 +1,4 @@
-"""A flipped bit in one replica of a weight, gradient or state is detected in the next step that compares replicas. The
-error names the tensor, and this step and later ones do not update."""
+"""Flipped bits in one replica of a weight, gradient or state, and the fingerprints that detect them."""
 
 from __future__ import annotations
 
@@ -185,7 +184,6 @@ def uncopied() -> list[str]:
 
 
 def overhead(every: int | None) -> list[list[str]]:
-    """Return the collectives of each step."""
     with ProcessGroupRegistry(LAYOUTS["data x tensor"].topology) as registry:
         run, logs = Run("data x tensor", registry, every=every), []
         for step in range(5):

@@ -1,5 +1,4 @@
-"""Fused optimizers on fake CUDA tensors: parameters, gradients and states of any memory format reach the kernels dense
-and with equal strides. Otherwise torch's kernels raise an error."""
+"""Fused optimizers on fake CUDA tensors with parameters, gradients and states of several memory formats."""
 
 from __future__ import annotations
 

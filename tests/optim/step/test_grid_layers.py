@@ -1,4 +1,4 @@
-"""Models of 2D, 2.5D and 3D layers match the dense model; a weight on the diagonal ranks is one parameter."""
+"""Models of 2D, 2.5D and 3D layers, and a weight on the diagonal ranks, which is one parameter."""
 
 from __future__ import annotations
 

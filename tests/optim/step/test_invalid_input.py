@@ -1,4 +1,4 @@
-"""Invalid input raises a clear error and causes no hang."""
+"""Invalid input, which must raise a clear error and cause no hang."""
 
 from __future__ import annotations
 

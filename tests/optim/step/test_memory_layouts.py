@@ -55,10 +55,8 @@ GAPS = ((4, 3), with_gaps)
 class Model(nn.ParameterList):
     """One parameter per layout.
 
-    Args:
-        options: Arguments of the optimizer, which determine the dtype.
-        lying: True: parameters have their layouts from the start. False: they are contiguous until `lay_out`.
-        gaps: Whether to add a parameter with gaps between its elements in memory.
+    ``options`` of the optimizer determine the dtype. If ``lying`` is False, parameters are contiguous until `lay_out`.
+    ``gaps`` adds a parameter with gaps between its elements in memory.
     """
 
     def __init__(self, options: Mapping[str, Any], *, lying: bool = True, gaps: bool = False) -> None:
@@ -104,7 +102,6 @@ def optimizer_of(
 def loaded(
     event: str, name: str, options: Mapping[str, Any], old: tuple[Model, ParallelOptimizer[Any]], path: Path
 ) -> tuple[Model, ParallelOptimizer[Any]]:
-    """Return a new model and optimizer that continue from the state of the old ones."""
     model = Model(options, gaps=len(old[0]) > len(LAYOUTS))
     optimizer = optimizer_of(model, name, options)
     if event == "checkpoint":
@@ -160,7 +157,6 @@ def test_resumed_run_of_model_with_memory_gaps_in_a_parameter_is_bitwise_identic
 
 
 def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: str, tmp_path: Path) -> None:
-    """Compare a continued run bitwise with a run that was saved and loaded."""
     optimizer = optimizer_of(model, name, options)
     train(model, optimizer, range(STEPS))
     again, resumed = loaded(event, name, options, (model, optimizer), tmp_path)

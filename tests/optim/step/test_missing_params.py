@@ -1,4 +1,4 @@
-"""The first step of an optimizer that knows the model checks that no trainable parameter of the model is missing."""
+"""The check for trainable parameters of the model that the optimizer lacks, in the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded parameter with some shards without gradient in a step is stepped like the dense parameter."""
+"""Steps in which some shards of a parameter have no gradient, compared with the dense parameter."""
 
 from __future__ import annotations
 

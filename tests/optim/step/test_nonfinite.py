@@ -1,5 +1,4 @@
-"""Non-finite gradients: every rank skips the step and nothing changes, or every rank raises with the parameter
-names."""
+"""Steps with non-finite gradients: skipped on every rank, or an error on every rank."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ def plant(
 ) -> tuple[bool, list[float], int, list[Tensor]]:
     """Compare 4 steps, with ``value`` in a gradient of the last rank in step ``when``, with the steps without ``when``.
 
-    Returns:
-        Whether step ``when`` changed nothing and both runs end with equal tensors; and of the run with ``value``, the
-        ``found_inf`` of each step, the number of skipped steps, and the final tensors.
+    Return whether step ``when`` changed nothing and both runs end with equal tensors; and of the run with ``value``,
+    the ``found_inf`` of each step, the number of skipped steps, and the final tensors.
     """
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:

@@ -1,4 +1,4 @@
-"""Numeric arguments of a wrong type or out of range raise an error before anything changes."""
+"""Numeric arguments of a wrong type or out of range."""
 
 from __future__ import annotations
 

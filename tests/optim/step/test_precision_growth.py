@@ -1,4 +1,4 @@
-"""A step in which the loss scale grows uses the scale of backward for its update."""
+"""Updates in steps in which the loss scale grows."""
 
 from __future__ import annotations
 

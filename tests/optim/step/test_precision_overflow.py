@@ -1,5 +1,4 @@
-"""A non-finite gradient in one shard on one rank, in most precision modes: all ranks skip, and only the scale changes, if
-it is dynamic."""
+"""A non-finite gradient in one shard on one rank, in most precision modes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Steps in every precision mode: dtypes, and twenty steps compared with one process. In some modes: collectives, host
-synchronization, `scale_loss`."""
+"""Steps in the precision modes: dtypes, collectives, host synchronization, and twenty steps compared with one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Errors of one rank in a step: the rank raises its error, and no rank waits. If the error comes before the step
-decision, all ranks skip the step.
+"""Errors of one rank in a step.
 
-Most tests plant an error on the last rank in step `BAD`. Without the code that they test, the other ranks would take the
+The rank raises its error, and no rank waits. If the error comes before the step decision, all ranks skip the step. Most
+tests plant an error on the last rank in step `BAD`. Without the code that they test, the other ranks would take the
 step, wait for the last rank, or end with a gloo error.
 """
 

@@ -1,4 +1,4 @@
-"""Unusual orders of calls in an accumulation window give the documented result, or an error that says what to do."""
+"""Unusual orders of calls in an accumulation window."""
 
 from __future__ import annotations
 

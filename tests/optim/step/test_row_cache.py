@@ -1,4 +1,4 @@
-"""The row cache of the compiled loops: a cached row is used only while its tensors are unchanged."""
+"""The row cache of the compiled loops, whose rows are valid only while their tensors are unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Settings on which ranks must agree in a step: a difference skips the step on all ranks and raises an error on all of
-them, which names the setting unless it was changed back."""
+"""Settings on which ranks must agree in a step.
+
+A difference skips the step on all ranks and raises an error on all of them.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ def adamw(*groups: Any, **options: Any) -> torch.optim.AdamW:
 
 
 class Run:
-    """Trains two replicated parameters in two param groups for ``steps`` steps. Records the steps and texts of errors, and
-    the number of skipped steps.
+    """Trains two replicated parameters in two param groups, and records the steps and texts of errors and the skipped
+    steps.
 
     Args:
         mesh: The sizes of the topology's axes.
         change: Called on the last rank before the backward of step `BAD`; returns True to omit the backward.
-        steps: The number of steps.
-        options: Arguments of `ParallelOptimizer`, and ``weight`` of its `backward`. ``inner`` makes the wrapped optimizer.
-            ``every`` and ``after`` are called on every rank, with this run and the step, before and after each backward.
+        options: Arguments of `ParallelOptimizer`, and ``weight`` of its `backward`. ``inner`` makes the wrapped
+            optimizer. ``every`` and ``after`` are called on every rank, with this run and the step, before and after
+            each backward.
     """
 
     def __init__(

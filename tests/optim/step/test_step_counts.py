@@ -1,4 +1,4 @@
-"""Step counts of fused optimizers are updated in one pass, with the results of torch's two passes."""
+"""Step counts of fused optimizers, which are updated in one pass instead of torch's two."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A step after the second does not synchronize with the host, and allocates only a few numbers.
-
-This holds with the kernels of this library, except for half-precision gradients with a rule that changes gradients.
-"""
+"""Host synchronizations, operators and allocated memory of a step after the second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with Triton kernels in the interpreter match torch, and on two ranks the dense model."""
+"""Steps with Triton kernels in the interpreter, compared with torch and the dense model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different parameters, gradients or thresholds: correct results or errors, but no hang."""
+"""Ranks with different parameters, gradients or thresholds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Direct calls of the torch optimizer that a `ParallelOptimizer` wraps: `step` raises, other methods act on the
-wrapper."""
+"""Direct calls of the torch optimizer that a `ParallelOptimizer` wraps."""
 
 from __future__ import annotations
 

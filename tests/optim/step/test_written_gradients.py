@@ -1,4 +1,4 @@
-"""Warnings if torch's clipping writes to gradients before `step`, and errors for ``loss.backward()`` in a window."""
+"""Writes to gradients before `step`, by torch's clipping or by ``loss.backward()`` in a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of other libraries and wrong objects raise errors that say what to write."""
+"""Arguments of other libraries and wrong objects, and the advice in their errors."""
 
 from __future__ import annotations
 

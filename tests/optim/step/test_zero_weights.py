@@ -1,4 +1,4 @@
-"""A micro-batch of weight 0 contributes nothing to the gradients, although its loss is not 0."""
+"""Micro-batches of weight 0, whose loss may not be 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare_runs` names planted mistakes in runs of several layouts, and finds at most rounding in correct runs."""
+"""`compare_runs` on runs with planted mistakes and on correct runs, in several layouts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`coordinate_check`: output changes grow with the width in the standard parametrization, but not in muP. The check gives
-the same for sharded models."""
+"""`coordinate_check` with the standard parametrization and with muP, on dense and sharded models."""
 
 from __future__ import annotations
 

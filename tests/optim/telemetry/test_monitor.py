@@ -1,4 +1,4 @@
-"""Monitor: values of reports on several meshes, one host synchronization per report and none in between."""
+"""Monitor: values of reports, host synchronizations, skipped steps and resuming."""
 
 from __future__ import annotations
 

@@ -148,7 +148,6 @@ def test_recorded_step_adds_one_collective_and_no_host_synchronization(world: Wo
 
 
 def recorded_beside_telemetry(layout: Layout, path: Path) -> list[dict[str, float]]:
-    """Return the figures of `Telemetry` in three recorded steps."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.25), registry, max_norm=1.0)
@@ -180,7 +179,6 @@ def test_recorded_norms_equal_the_norms_of_telemetry(world: World, name: str, tm
 def run_alone(
     path: Path, steps: int = 3, lr: float = 0.1, start: int = 0, broken: bool = False, **options: Any
 ) -> None:
-    """Record a small model in this process."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     declare(model, {"*": P()})

@@ -1,4 +1,4 @@
-"""Figures of `Telemetry` equal the figures of the dense model in float64, on many layouts and state placements."""
+"""Figures of `Telemetry`, compared with those of the dense model in float64, on many layouts and state placements."""
 
 from __future__ import annotations
 

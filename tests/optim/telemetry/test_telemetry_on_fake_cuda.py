@@ -1,7 +1,4 @@
-"""Measured steps on GPUs need no host synchronization from the third step on; without master weights, from the second.
-
-The tests use torch's fake CUDA tensors, which have no elements; see `fake_cuda`.
-"""
+"""Host synchronizations of measured steps on fake CUDA tensors, which have no elements; see `fake_cuda`."""
 
 from __future__ import annotations
 

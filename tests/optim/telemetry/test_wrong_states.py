@@ -1,4 +1,4 @@
-"""A state dict with an invalid value raises ValueError, and leaves Monitor, Telemetry and data loaders unchanged."""
+"""State dicts with an invalid value, loaded into Monitor, Telemetry and data loaders."""
 
 from __future__ import annotations
 

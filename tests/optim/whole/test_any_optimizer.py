@@ -1,4 +1,4 @@
-"""`whole`: the wrapped optimizer steps full tensors; optimizers that it cannot wrap are rejected."""
+"""`whole`, which lets a wrapped optimizer step full tensors."""
 
 from __future__ import annotations
 

@@ -119,9 +119,6 @@ def stepped(
     """Return parameters and optimizer after some steps, with all tensors stepped together or one after the other.
 
     Args:
-        make: The optimizer of named parameters.
-        together: Whether tensors are stepped together.
-        dtype: Dtype of the parameters.
         scale: The gradients are multiplied by it, and the optimizer must divide them. None: 1.
         without: Name of a parameter without gradients.
         skipped: Indices of steps with non-finite gradients and ``found_inf``.
@@ -142,7 +139,6 @@ def stepped(
 
 
 def far(some: dict[str, nn.Parameter], others: dict[str, nn.Parameter]) -> float:
-    """Return the largest difference of parameters."""
     return max(float((some[name].detach() - others[name].detach()).abs().max()) for name in some)
 
 

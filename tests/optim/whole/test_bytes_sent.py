@@ -39,7 +39,6 @@ def sent() -> Iterator[dict[str, int]]:
 
 
 def bytes_of(layout: Layout, makes: list[Make]) -> list[dict[str, int]]:
-    """Return the bytes of the second update of each optimizer."""
     found = []
     with ProcessGroupRegistry(layout.topology) as registry:
         for make in makes:

@@ -1,4 +1,4 @@
-"""Exchanges between shards and owner ranks in several rounds: equal updates, memory reuse, senders."""
+"""Exchanges between shards and owner ranks in several rounds."""
 
 from __future__ import annotations
 

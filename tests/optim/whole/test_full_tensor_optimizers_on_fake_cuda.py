@@ -1,5 +1,4 @@
-"""Steps after the first of most full-tensor optimizers on fake CUDA tensors need no host synchronization, except that
-the second step compares master weights."""
+"""Steps of full-tensor optimizers on fake CUDA tensors, and their host synchronizations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every full-tensor optimizer with torch's `fully_shard`, alone and with tensor parallelism."""
+"""Full-tensor optimizers with torch's `fully_shard`, alone and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def test_full_tensor_optimizers_with_fully_shard_match_dense_update(world: World
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest element."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Muon matches torch, its formula, and on random layouts the dense update."""
+"""Muon, compared with torch, its formula, and the dense update on random layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz on a matrix or on its Gram matrix: equal polynomials, similar rounding, and the choice by cost."""
+"""Newton-Schulz on a matrix or on its Gram matrix: results, rounding, and the choice by cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ every_spectrum = pytest.mark.parametrize("name", SPECTRA)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Return the relative error in the Frobenius norm."""
     return float((found.double() - exact).norm() / exact.norm())
 
 

@@ -1,4 +1,4 @@
-"""LAMB, LARS, StableAdamW, Adafactor, CAME: their norms and means are those of the full tensor, on random layouts."""
+"""LAMB, LARS, StableAdamW, Adafactor and CAME on single processes and random layouts."""
 
 from __future__ import annotations
 
@@ -200,10 +200,7 @@ def test_norm_based_optimizers_reject_invalid_options(kind: Any, options: dict[s
 def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
     """Assert that all cases equal the dense update.
 
-    Args:
-        cases: Layouts and names of `STATES`.
-        found: Per case, rank and optimizer, the shards.
-        steps: Number of steps.
+    ``cases`` are layouts and names of `STATES`; ``found`` has the shards per case, rank and optimizer.
     """
     for (layout, state), by_rank in zip(cases, found, strict=True):
         for index, make in enumerate(EACH):

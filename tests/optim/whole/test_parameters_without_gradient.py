@@ -1,4 +1,4 @@
-"""Full-tensor optimizers leave a parameter unchanged in a step in which no rank has a gradient of it, as torch does."""
+"""Full-tensor optimizers and parameters without a gradient in a step."""
 
 from __future__ import annotations
 

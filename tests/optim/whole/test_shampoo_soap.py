@@ -1,4 +1,4 @@
-"""SOAP, Shampoo and wrapped optimizers on owner ranks: the dense update on random layouts, and resharded states."""
+"""SOAP, Shampoo and wrapped optimizers on owner ranks: updates on random layouts, collectives, and states."""
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ def add_training_flags(
 
 
 def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 2) -> None:
-    """Add ``--width``, ``--heads`` and ``--depth`` of a transformer with the defaults of the script."""
+    """Add ``--width``, ``--heads`` and ``--depth`` of a transformer; ``width`` and ``depth`` are the defaults of the
+    script.
+    """
     add = parser.add_argument
     add("--width", type=_count, default=width, help="features between the layers (default: %(default)s)")
     add("--heads", type=_count, default=4, help="heads of each attention layer (default: %(default)s)")

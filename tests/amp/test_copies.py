@@ -1,4 +1,4 @@
-"""Copying many tensors takes a few kernels, also if some tensors have other strides."""
+"""Copies of many tensors: values, and the number of kernels."""
 
 from __future__ import annotations
 

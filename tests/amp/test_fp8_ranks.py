@@ -1,6 +1,7 @@
-"""Sharded 8-bit layers use the scales of the unsharded layer, so they round and compute equally.
+"""Sharded 8-bit layers, compared with the unsharded layer.
 
-By default the ranks of a data axis do not share scales.
+They use the scales of the unsharded layer, so they round equally. By default the ranks of a data axis do not share
+scales.
 """
 
 from __future__ import annotations
@@ -206,7 +207,6 @@ def test_fp8_layers_lists_unsupported_2d_and_3d_layers(world: World) -> None:
 
 @contextmanager
 def warnings_of_fp8() -> Iterator[list[str]]:
-    """Yield the messages that the mode logs."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

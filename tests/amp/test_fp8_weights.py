@@ -1,6 +1,6 @@
-"""Weights are rounded to 8 bits once per step, and outdated rounded weights are never used.
+"""Cached 8-bit weights, which must never be outdated.
 
-With row scales they are rounded twice per step; after a graph capture and under no_grad, in every forward.
+Weights are rounded once per step, with row scales twice; after a graph capture and under no_grad, in every forward.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""GradScaler on several ranks: an overflow on one rank skips the step on all, with one collective per optimizer
-and step."""
+"""GradScaler on several ranks, compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sequence of loss scales equals torch, apex and a plain Python state machine, step by step."""
+"""Loss scales: sequences compared with torch, apex and a plain Python state machine, state dicts, and bad settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def float32(value: float) -> float:
 
 
 def trace(scale: LossScale, overflows: list[bool]) -> list[float]:
-    """Return the scale after each step."""
     values = []
     for overflow in overflows:
         scale.update(torch.tensor(float(overflow)))

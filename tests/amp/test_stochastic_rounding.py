@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, equal on replicas, and with the documented memory."""
+"""Stochastic rounding: distribution, buckets, memory, replicas and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GradScaler` with a `ParallelOptimizer` in one process behaves as the tests of torch require of torch's classes."""
+"""`GradScaler` with a `ParallelOptimizer` in one process, compared with torch's classes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class Run:
         return loss * float("inf") if step == SKIPPED and part == 0 else loss
 
     def finish(self) -> None:
-        """Step with the scaler, and record scale and parameters."""
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()

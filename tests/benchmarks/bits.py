@@ -58,12 +58,8 @@ Make = Callable[[list[nn.Parameter]], Any]
 class Run(NamedTuple):
     """A configuration.
 
-    Args:
-        make: A function that returns the torch optimizer, or a list of optimizers, for parameters.
-        options: Options of `ParallelOptimizer`.
-        precision: The precision mode of `ParallelOptimizer`. Default: "fp32".
-        weight: Weight of each micro-batch. None (default): micro-batches have no weights.
-        strided: True: parameter "c" is not contiguous, and "d" has no gradient in the second step. Default: False.
+    ``make`` returns the torch optimizer, or a list of optimizers, for parameters. ``weight`` is that of each
+    micro-batch. ``strided``: parameter "c" is not contiguous, and "d" has no gradient in the second step.
     """
 
     make: Make
@@ -134,7 +130,6 @@ MORE: dict[str, Run] = {
 
 
 def configurations() -> dict[str, Run]:
-    """Return all configurations by name."""
     found = {f"fp32, {name}": Run(make, {"max_norm": 0.7}) for name, make in OPTIMIZERS.items()}
     for name, states in STATES.items():
         options = {"max_norm": 0.7, **states}

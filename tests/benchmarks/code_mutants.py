@@ -96,12 +96,10 @@ class Fault:
     """A change of one piece of code.
 
     Args:
-        file: The path of the module in the repository.
-        old: The code, which occurs once in the module.
-        new: The code in its place.
-        line: The line of the code, for messages; 0 (default): unknown.
-        at: The offset of the code in the module; None (default): the only place where it occurs.
-        closest: The paths of the tests to run; empty (default): those of `NEAREST`.
+        old: The code, which occurs once in the module unless ``at`` is given.
+        line: The line of the code, for messages; 0: unknown.
+        at: The offset of the code in the module; None: the only place where it occurs.
+        closest: The paths of the tests to run; empty: those of `NEAREST`.
     """
 
     file: str
@@ -638,13 +636,11 @@ def faults_in(path: Path, more: bool = False) -> Iterator[Fault]:
     """Yield all faults of the fixed kinds in a module.
 
     The kinds are: another operator; a negated condition; a condition of an ``if`` replaced by False; True for False and
-    the reverse; a number larger by 1; a call statement or an assignment to an attribute left out. Annotations, docstrings,
-    f-strings, raised errors and references for tests are not changed. A module with non-ASCII characters has no faults.
+    the reverse; a number larger by 1; a call statement or an assignment to an attribute left out. Annotations,
+    docstrings, f-strings, raised errors and references for tests are not changed. A module with non-ASCII characters
+    has no faults.
 
-    Args:
-        path: The module.
-        more: If True, also yield the faults of `_more_faults`, and none in log messages and texts of objects. Default:
-            False.
+    ``more``: also yield the faults of `_more_faults`, and none in log messages and texts of objects.
     """
     text, file = path.read_text(), str(path.relative_to(ROOT))
     starts = [0]
@@ -765,7 +761,6 @@ def _more_faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def core_files() -> list[Path]:
-    """Return the modules of the core in which `draw_fresh` plants faults."""
     found = (path for name in CORE for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")))
     return sorted(path for path in found if not str(path.relative_to(ROOT)).startswith(LEFT_OUT))
 

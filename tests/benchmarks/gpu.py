@@ -41,12 +41,7 @@ LEAST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to step.
-
-    Args:
-        step: One step.
-        nbytes: Minimum of bytes to move per element. None: GB/s are not shown.
-    """
+    """One way to step. ``nbytes`` is the minimum of bytes to move per element. None: GB/s are not shown."""
 
     step: Step
     nbytes: float | None
@@ -64,7 +59,6 @@ Ways = dict[str, Callable[[], Contender]]
 
 
 def made(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
-    """Return random parameters."""
     return [nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02) for shape in shapes]
 
 
@@ -164,7 +158,6 @@ def peers() -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
 
 
 def norms(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, triton: bool) -> Ways:
-    """Return contenders for the norm of gradients."""
     from meshstep.optim.norm.powers import local_powers
 
     gradients = [param.detach() for param in made(shapes, dtype, device)]
@@ -185,7 +178,6 @@ def norms(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.devic
 
 
 def muons(shapes: list[tuple[int, ...]], device: torch.device) -> Ways:
-    """Return contenders for Muon on the matrices among the shapes."""
     from meshstep.optim import Muon
 
     matrices: list[tuple[int, ...]] = [shape for shape in shapes if len(shape) == 2]
@@ -203,7 +195,6 @@ def muons(shapes: list[tuple[int, ...]], device: torch.device) -> Ways:
 
 
 def offloads(shapes: list[tuple[int, ...]], device: torch.device) -> Ways:
-    """Return contenders for states in the host's memory."""
     from meshstep.optim import Offloaded
 
     def way(fraction: float) -> Contender:
@@ -299,7 +290,6 @@ def by_torch(make: Callable[[], Step]) -> Step:
 
 
 def captured(step: Step) -> Step:
-    """Return the replay of a CUDA graph of the step."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -320,7 +310,6 @@ def captured(step: Step) -> Step:
 
 
 def seconds(step: Step, device: torch.device, times: int) -> float:
-    """Return the mean seconds of a step."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(times):
@@ -415,14 +404,12 @@ def table(
 
 
 def transformer(width: int, depth: int, vocab: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a transformer."""
     block = [(width,)] * 2 + [(3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,)] * 2 + [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     return [(vocab, width), (width, width), *block * depth, (width,), (width,)]
 
 
 def hardware(device: torch.device) -> str:
-    """Return a description of device and versions."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if device.type != "cuda":
         return f"{platform.machine()} CPU, {versions}"
@@ -431,7 +418,6 @@ def hardware(device: torch.device) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds")
     parser.add_argument(

@@ -160,10 +160,8 @@ class Summed:
 
 
 def polynomial(gram: Tensor, steps: int, first: bool) -> Tensor:
-    """Return the factor of X after ``steps`` Newton-Schulz iterations; with ``first``, X is normalized first.
-
-    Args:
-        gram: X X^T.
+    """Return the factor of X after ``steps`` Newton-Schulz iterations, from ``gram`` = X X^T; with ``first``, X is
+    normalized first.
     """
     norm = gram.diagonal().sum().sqrt() if first else torch.ones((), dtype=gram.dtype)
     gram = gram / norm.square()

@@ -46,12 +46,8 @@ Make = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 class Case:
     """A step to count.
 
-    Args:
-        make: The optimizer of named parameters.
-        dtype: Dtype of the parameters.
-        options: Options of `ParallelOptimizer`.
-        triton: True: a Triton kernel rounds. It cannot run on fake tensors, so its launches and bytes follow from the sizes
-            of its tensors.
+    ``make`` returns the optimizer of named parameters. ``triton``: a Triton kernel rounds. It cannot run on fake
+    tensors, so its launches and bytes follow from the sizes of its tensors.
     """
 
     make: Make
@@ -148,7 +144,6 @@ def figures(log: Log, numel: int) -> list[str]:
 
 
 def row(name: str, width: int = 128, layers: int = 8) -> str:
-    """Return the table row of a case."""
     case = CASES[name]
     cells = figures(*count(case, True, width, layers))
     is_full = issubclass(type(case.make([("w", nn.Parameter(torch.ones(2, 2)))])), of_whole.WholeOptimizer)

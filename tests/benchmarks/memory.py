@@ -109,7 +109,6 @@ def _slices(optimizer: ParallelOptimizer) -> int:
 
 
 def report(mode: str, name: str, usage: Usage, ratio: float | None) -> None:
-    """Print one row."""
     figures = "  ".join(f"{value / 2**20:10.2f}" for value in usage[:-1])
     shown = "" if ratio is None else f"{ratio:.4f}"
     print(f"{mode:6s}{name:22s}{figures}  {usage.seconds * 1e3:8.0f}  {shown}", flush=True)

@@ -175,7 +175,6 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
 
 
 def report(spent: dict[str, list[Spent]]) -> None:
-    """Print one row per contender."""
     base_walls, base_cpus = zip(*next(iter(spent.values())), strict=True)
     for name, values in spent.items():
         walls, cpus = zip(*values, strict=True)

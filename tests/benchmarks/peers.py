@@ -53,12 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Contender:
-    """One way to step.
-
-    Args:
-        refill: Write the gradients as backward does; not timed.
-        step: The step; timed.
-    """
+    """One way to step. ``refill`` writes the gradients as backward does, and is not timed."""
 
     refill: Callable[[], object]
     step: Callable[[], object]
@@ -113,11 +108,8 @@ class Trained(nn.Module):
 class Run:
     """The configuration of a measurement.
 
-    Args:
-        registry: Registry of the ranks over which every tensor is sharded.
-        train: Time forward and backward too.
-        width: Width of the transformer.
-        deepspeed: The package DeepSpeed.
+    ``registry`` has the ranks over which every tensor is sharded. ``train``: time forward and backward too.
+    ``deepspeed`` is the package.
     """
 
     registry: ProcessGroupRegistry

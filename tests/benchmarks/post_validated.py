@@ -273,7 +273,6 @@ def time_rounds(
 
 
 def quick(values: Iterable[float]) -> float:
-    """Return the first quartile."""
     return quantiles(values, n=4)[0]
 
 

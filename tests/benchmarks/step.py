@@ -55,7 +55,6 @@ def scaled(make: MakeParams) -> Contender:
 
 
 def processor() -> str:
-    """Return the name of the CPU."""
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -64,7 +63,6 @@ def processor() -> str:
 
 
 def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Parameter]:
-    """Return ``count`` parameters of 64 elements."""
     return [nn.Parameter(torch.randn(64, device=device)) for _ in range(count)]
 
 
@@ -76,7 +74,6 @@ def fused_adamw(params: list[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def alone() -> ProcessGroupRegistry:
-    """Return the registry of one process."""
     return ProcessGroupRegistry(Topology())
 
 
@@ -146,8 +143,7 @@ def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
 def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cast: bool = False) -> Step:
     """Return a mixed precision step of `ParallelOptimizer`.
 
-    Args:
-        cast: Include the cast to float32 main gradients, which autograd otherwise does in backward.
+    ``cast``: include the cast to float32 main gradients, which autograd otherwise does in backward.
     """
     params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
     optimizer = ParallelOptimizer(

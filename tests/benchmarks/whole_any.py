@@ -64,7 +64,6 @@ def seconds(kind: str, ranks: int, width: int, layers: int, rounds: int) -> floa
 
 
 def row(world: World, kind: str, ranks: int, sizes: tuple[int, int, int]) -> str:
-    """Return the row of one optimizer in the printed table."""
     (dense,) = world.run(1, seconds, kind, 1, *sizes)
     wrapped = world.run(ranks, seconds, kind, ranks, *sizes)
     found = [apart(world, kind, "wrapped"), apart(world, kind, "on pieces")]

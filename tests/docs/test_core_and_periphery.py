@@ -1,5 +1,4 @@
-"""The core imports periphery packages only for features that the user asks for, and steps after those in `DELETED` are
-deleted."""
+"""Imports of periphery packages by the core, which must step without those packages."""
 
 from __future__ import annotations
 

@@ -229,12 +229,7 @@ EXAMPLES = {
 
 
 class Names:
-    """Makes the names that an example uses without defining them.
-
-    Args:
-        code: The example.
-        folder: A directory for files.
-    """
+    """Makes the names that an example uses without defining them; ``folder`` is a directory for files."""
 
     def __init__(self, code: str, folder: Path) -> None:
         self.code, self.folder, self.made = code, folder, dict[str, Any]()

@@ -1,7 +1,7 @@
-"""Subpackages import only from lower layers, packages export all their imported names, and users need no other names.
+"""Imports between subpackages and their layers, exports of the packages, and names that users need.
 
-Imports are read from the files, also those within functions. Imports under TYPE_CHECKING do not count: they name a type and
-load nothing.
+Imports are read from the files, also those within functions. Imports under TYPE_CHECKING do not count: they name a type
+and load nothing.
 """
 
 from __future__ import annotations
@@ -144,11 +144,7 @@ def import_cycles(found: Set[ImportEdge]) -> list[tuple[str, ...]]:
 
 
 def place(name: str) -> tuple[str, str, int]:
-    """Return (package, part, layer) of a file.
-
-    Raises:
-        LookupError: The part is not in LAYERS.
-    """
+    """Return (package, part, layer) of a file, or raise LookupError if the part is not in LAYERS."""
     package, *rest = name.removesuffix(".py").split("/")
     if rest == ["__init__"]:
         return package, "__init__", len(LAYERS[package])

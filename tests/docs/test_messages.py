@@ -1,8 +1,8 @@
-"""Error messages have one style: what is wrong, what was expected, what to write.
+"""The style of error messages: what is wrong, what was expected, what to write.
 
 `python tests/harness/messages.py` prints all messages from the source for proofreading. These tests check only the
-properties that a program can check: a message gives advice or lists the choices, and none uses discouraged words. Messages
-of up to three words, and those of the files in `PARTS`, need no advice.
+properties that a program can check: a message gives advice or lists the choices, and none uses discouraged words.
+Messages of up to three words, and those of the files in `PARTS`, need no advice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The source distribution has the sources, tests, examples and pages, and a README without relative links."""
+"""The files of the source distribution, and the package description without relative links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands are those of the CI, and the loops in its diff and in docs/integrations train like plain torch.
+"""The README's commands, and the loops in its diff and in docs/integrations, compared with plain torch.
 
 test_pages.py checks what the snippets of all pages print.
 """

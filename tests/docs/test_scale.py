@@ -28,8 +28,6 @@ BUCKET = 4096 * 4
 
 
 class Sent(NamedTuple):
-    """One collective."""
-
     what: str
     ranks: int
     nbytes: int

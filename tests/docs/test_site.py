@@ -1,4 +1,4 @@
-"""The documentation site has each page and each exported name once, no dead links, and a search index with usual terms."""
+"""The documentation site: its pages, exported names, links and search index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""accumulate_lm.py: the curve of one process on several layouts, equal bits on 1 to 8 data ranks, a model that learns."""
+"""accumulate_lm.py: curves and state hashes on several layouts, and rejected sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA example has the same losses sharded as in one process, and needs less memory than full fine-tuning."""
+"""The LoRA example, sharded and in one process."""
 
 from __future__ import annotations
 

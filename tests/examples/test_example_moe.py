@@ -1,4 +1,4 @@
-"""The mixture-of-experts example: on several layouts of the experts, it has the curve of one process and exact norms."""
+"""The mixture-of-experts example on several layouts of the experts."""
 
 from __future__ import annotations
 

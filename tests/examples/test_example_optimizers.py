@@ -1,4 +1,4 @@
-"""`--optimizer`: Muon, LAMB, Adafactor and SOAP have the curve of one process when sharded, and Muon beats AdamW."""
+"""`--optimizer` of the digits and the language model example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline example: several schedules and topologies have the curve of one process, and a run resumes with others."""
+"""The pipeline example with several schedules and topologies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every precision mode trains the digits example on three topologies with the losses of one process, up to rounding."""
+"""Precision modes of the digits example on three topologies, compared with one process."""
 
 from __future__ import annotations
 

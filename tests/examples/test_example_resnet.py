@@ -1,4 +1,4 @@
-"""The gradient clipping example: the model learns, and in float64 several topologies have the curve of one process."""
+"""The gradient clipping example: curves on several topologies, and its test loss."""
 
 from __future__ import annotations
 

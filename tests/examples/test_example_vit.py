@@ -1,4 +1,4 @@
-"""The mixed precision example: one curve in one process and on tensor=2, a close one in bf16, and its sample data."""
+"""The mixed precision example: curves, and its sample data."""
 
 from __future__ import annotations
 

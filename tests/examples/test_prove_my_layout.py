@@ -1,4 +1,4 @@
-"""A user's project with the installed wheel: its tests pass, and fail after a bug is planted."""
+"""A user's project with the installed wheel, with a correct layout and with a planted bug."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sample data, which are made once."""
     return tmp_path_factory.mktemp("data")
 
 
@@ -78,7 +77,6 @@ def test_finished_run_can_be_resumed_for_more_steps(world: World, tmp_path: Path
 
 
 def rates_of(name: str, flags: list[str]) -> list[float]:
-    """Return the learning rate of each step."""
     rates = list[float]()
     with made_trainer(name, flags) as trainer:
 

@@ -34,11 +34,7 @@ SHOWN = 230  # characters per line of the summary
 class Phase:
     """A process that runs some test files or the benchmark.
 
-    Args:
-        name: Name of the phase and of its log file.
-        arguments: Arguments of the Python interpreter.
-        limit: Seconds after which the process is stopped.
-        environment: Additional environment variables.
+    ``limit`` are the seconds after which it is stopped; ``environment`` are additional variables.
     """
 
     name: str
@@ -80,7 +76,6 @@ class Phase:
         return self.log.read_text(errors="replace") if self.process else ""
 
     def counts(self) -> Counter[str]:
-        """Return the number of passed, failed and skipped tests so far."""
         return Counter(re.findall(r"(?m)::\S.* (PASSED|FAILED|ERROR|SKIPPED)\b", self.text))
 
 

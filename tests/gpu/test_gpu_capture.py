@@ -1,4 +1,4 @@
-"""Steps in a CUDA graph (`CpuGraph` on the CPU): replays are bitwise identical to eager steps."""
+"""Steps in a CUDA graph (`CpuGraph` on the CPU), compared with eager steps."""
 
 from __future__ import annotations
 

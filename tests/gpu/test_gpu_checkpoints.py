@@ -1,4 +1,4 @@
-"""A checkpoint keeps the random state of the GPU, and a resumed run continues bitwise identically."""
+"""Checkpoints of models on a GPU: random state, resumed runs and asynchronous saves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""All optimizers of the library on a GPU: equal to the CPU within rounding, and exact skips.
-
-Except SOAP and Shampoo, they cause no host synchronization.
-"""
+"""Optimizers on a GPU: results compared with the CPU, skipped steps, and host synchronizations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One GPU without torch.distributed: exact norms, host synchronization in three steps only, skips that change nothing."""
+"""Steps on one GPU without torch.distributed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ def run_of(joined: tuple[torch.device, ProcessGroupRegistry], mode: str, placed:
 
 
 def by_rank(value: Tensor, registry: ProcessGroupRegistry) -> list[Tensor]:
-    """Return the value of every rank."""
     own = value.detach().contiguous()
     found = [torch.empty_like(own) for _ in range(registry.topology.world_size)]
     dist.all_gather(found, own)

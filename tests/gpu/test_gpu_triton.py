@@ -1,4 +1,4 @@
-"""Triton kernels on a GPU: power sums as accurate as float64, steps equal to torch within rounding, exact skips.
+"""Triton kernels on a GPU: power sums, and steps compared with torch.
 
 On the CPU they run in the interpreter of Triton, which must be enabled before triton is imported:
 ``TRITON_INTERPRET=1 python -m tests.gpu -k triton -m cpu``.

@@ -95,9 +95,8 @@ def replicated(how: str, folder: Path) -> Run:
 def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float], float]:
     """Clip by value, and by norm with a ``max_norm`` of inf, for which the recipe uses ``max_norm`` of the optimizer.
 
-    Returns:
-        The gradients after clipping by value, with the recipe and with the stock accelerator. Then, for clipping by norm,
-        the returned norm and the norm of the clipped gradients. Last, the norm of the gradients before clipping.
+    Return the gradients after clipping by value, with the recipe and with the stock accelerator. Then, for clipping by
+    norm, the returned norm and the norm of the clipped gradients. Last, the norm of the gradients before clipping.
     """
     ours, by_value = gradients("ours")
     ours.clip_grad_value_(by_value, 0.01)

@@ -157,7 +157,6 @@ def config_of(folder: Path, layout: str) -> Any:
 
 
 def exact_norm(trainer: Any) -> float:
-    """Return the exact gradient norm over all stages."""
     params = [param for part in trainer.model_parts for param in part.parameters()]
     grads = [param.grad.full_tensor() for param in params if param.grad is not None]
     power = torch.stack([grad.double().square().sum() for grad in grads]).sum()

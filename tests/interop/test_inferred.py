@@ -1,4 +1,4 @@
-"""`infer` on models of Transformers and Megatron: it finds the layouts of their plans and flags.
+"""`infer` on models of Transformers and Megatron, compared with their plans and flags.
 
 It cannot find blocks of a layout, nor the layout of a parameter that does not affect the loss.
 """

@@ -1,5 +1,4 @@
-"""Megatron-core's GPTModel, with layouts from the flags of its parameters (`declare_by_flags`), trains like a dense
-float64 model, and like the same model under Megatron's optimizer."""
+"""Megatron-core's GPTModel with layouts from the flags of its parameters (`declare_by_flags`)."""
 
 from __future__ import annotations
 
@@ -54,9 +53,8 @@ def stepped_by_us(
 ) -> tuple[Weights, list[float], Weights]:
     """Return initial weights, norms of four steps, and final weights, gathered to full tensors.
 
-    Args:
-        kept: Options of Megatron's `DistributedDataParallel`. None: the model is not wrapped.
-        clears: Clear gradients after each step. False: the next gradients are added to them.
+    ``kept`` are the options of Megatron's `DistributedDataParallel`. None: the model is not wrapped. If ``clears`` is
+    False, the next gradients are added to those of the step.
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         given = gpt(tensor_model_parallel_size=2, **options)
@@ -98,8 +96,7 @@ def with_its_optimizer(model: Any) -> tuple[Any, Any, Any]:
 def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list[float], Weights]:
     """Return norms and final weights.
 
-    Args:
-        broken: Ending of the names of parameters that get a wrong flag (`BROKEN`).
+    ``broken`` is the ending of the names of parameters that get a wrong flag (`BROKEN`).
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=2, **options)

@@ -1,4 +1,4 @@
-"""LoRA on Megatron's layers trains like a dense model to whose weights the product of the factors is added."""
+"""LoRA on Megatron's layers: training compared with dense LoRA, resuming, and saved experts."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ def reference(
 ) -> tuple[list[float], Weights]:
     """Train the factors ``first`` on the dense model in one process; return norms and final factors.
 
-    Args:
-        experts: Number of ranks that hold different experts.
+    ``experts`` is the number of ranks that hold different experts.
     """
     factors = {name: value.clone().requires_grad_() for name, value in first.items()}
     with megatron():
@@ -188,10 +187,10 @@ CONTINUED = {"use_dora": True}
 def part(
     sizes: dict[str, int], options: dict[str, Any], folder: str, steps: list[int]
 ) -> tuple[Weights, Weights, list[float], Weights, Tensor]:
-    """Train for some steps, from the checkpoint in ``folder`` unless they begin at 0; save a checkpoint and the adapter.
+    """Train for some steps, from the checkpoint in ``folder`` unless they begin at 0; save a checkpoint and the
+    adapter.
 
-    Returns:
-        Base weights, factors at the start, norms, factors at the end, and the loss of the first batch.
+    Return base weights, factors at the start, norms, factors at the end, and the loss of the first batch.
     """
     with megatron(**sizes), registry_of() as registry:
         model = gpt(**{**sizes, **options}).double()

@@ -1,4 +1,4 @@
-"""LoRA on sharded models of Transformers trains like PEFT's LoRA on the unsharded model."""
+"""LoRA on sharded models of Transformers, compared with PEFT, and PEFT's own adapters and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Transformers, sharded by its plans, train like the unsharded model without a declaration."""
+"""Models of Transformers that its plans shard, compared with the unsharded model."""
 
 from __future__ import annotations
 

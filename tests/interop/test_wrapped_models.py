@@ -1,4 +1,4 @@
-"""A Transformers model with a tensor-parallel plan is stepped correctly inside wrappers that rename its parameters."""
+"""A Transformers model with a tensor-parallel plan in wrappers that rename its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Third-party optimizers match one process if `whole` wraps them; meshstep's SOAP matches pytorch_optimizer's SOAP."""
+"""Third-party optimizers that `whole` wraps, and meshstep's SOAP, compared with one process and pytorch_optimizer."""
 
 from __future__ import annotations
 

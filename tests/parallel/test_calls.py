@@ -1,5 +1,6 @@
-"""If ranks make different calls, or calls in different orders, a rank that waits raises an error with the calls of all
-ranks that respond."""
+"""Ranks that make different calls, or calls in different orders: their errors, and the reports of the calls of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -505,7 +506,6 @@ PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
 
 
 def printed(*fates: str) -> list[str]:
-    """Return only the stdouts of `printed_and_logged`."""
     return [out for out, _ in printed_and_logged(*fates)]
 
 

@@ -1,5 +1,4 @@
-"""Layers of this library under torch.compile have the same outputs and gradients as without it: bitwise with the backend
-"eager", within rounding with "inductor"."""
+"""Layers of this library under torch.compile, compared with the uncompiled layers."""
 
 from __future__ import annotations
 

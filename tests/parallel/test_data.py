@@ -1,4 +1,4 @@
-"""prepare_dataloader: each sample once, equal batches on model-parallel ranks, reproducible by seed and after a resume."""
+"""prepare_dataloader: samples per rank, epochs, seeds, resuming, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -229,7 +229,6 @@ def samplers(ranks: int, batch_size: int, **options: Any) -> list[ShardedBatchSa
 
 
 def shared_out(samplers: list[ShardedBatchSampler]) -> Indices:
-    """Return the samples of all ranks per step."""
     return [list(chain.from_iterable(step)) for step in zip(*samplers, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""`fake_world`: one rank of a world of any size in one process; the previous process groups are restored afterwards."""
+"""`fake_world`: one rank of a world of any size in one process."""
 
 from __future__ import annotations
 

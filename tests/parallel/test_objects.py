@@ -1,4 +1,4 @@
-"""all_gather_objects: each rank gets the objects of all ranks, of any size, in one or two rounds."""
+"""Gathering of objects over ranks, and their descriptions."""
 
 from __future__ import annotations
 

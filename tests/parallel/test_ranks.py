@@ -1,4 +1,4 @@
-"""A pool of ranks: results in rank order, one error for all failed ranks, and no processes or files left behind."""
+"""A pool of ranks: results, errors, and the processes and files that it ends."""
 
 from __future__ import annotations
 
@@ -284,7 +284,6 @@ def files() -> Iterator[Path]:
 
 
 def with_files_in(folder: Path) -> dict[str, str]:
-    """Return environment variables that put temporary files into ``folder``/t and the cache of torch beside it."""
     return {"TMPDIR": str(folder / "t"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies draw valid layouts, and a user's property test with them takes few lines."""
+"""Hypothesis strategies that draw layouts, and their imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1-D tensor parallelism over real ranks: outputs, gradients and initial weights equal those of the dense torch model."""
+"""1-D tensor parallelism over real ranks, compared with the dense torch model."""
 
 from __future__ import annotations
 

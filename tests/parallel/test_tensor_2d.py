@@ -1,4 +1,4 @@
-"""2-D (SUMMA) tensor parallelism over real ranks: outputs, gradients, initial weights equal those of the dense model."""
+"""2-D (SUMMA) tensor parallelism over real ranks, compared with the dense model."""
 
 from __future__ import annotations
 

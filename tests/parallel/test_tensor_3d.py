@@ -1,4 +1,4 @@
-"""3-D tensor parallelism over real ranks: outputs, gradients and initial weights equal those of the dense model."""
+"""3-D tensor parallelism over real ranks, compared with the dense model."""
 
 from __future__ import annotations
 

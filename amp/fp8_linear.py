@@ -281,8 +281,6 @@ def _product(
 #
 # A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and the inverse scale inf, so every value
 # with this scale is NaN. A NaN makes the scale NaN.
-#
-# Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

@@ -416,6 +416,23 @@ def spec_of_contract(
     return P(*entries, partial=tuple(partial), owned=owned, tied=tied), is_certain
 
 
+def parameters_beside(
+    known: KnownParameter, every: Sequence[KnownParameter], contracts: Mapping[str, GradientContract]
+) -> Beside:
+    """Return ``beside`` of `spec_of_contract` for the parameter.
+
+    Args:
+        every: The checked parameters.
+        contracts: The gradient contract of each of them by label; parameters without one are left out.
+    """
+    contract = contracts[known.label]
+    return {
+        other.name: (other.first.shape, contracts[other.label].apart == contract.apart)
+        for other in every
+        if other is not known and other.module == known.module and other.label in contracts
+    }
+
+
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
     """Return the axes that shard a dim of the parameter.
 

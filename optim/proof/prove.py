@@ -35,6 +35,7 @@ from .contracts import (
     candidates,
     declared_contract,
     hints_of_undeclared_ties,
+    parameters_beside,
     spec_of_contract,
     split_beside,
 )
@@ -71,7 +72,8 @@ class Finding:
             module with parameters in which the difference may begin; empty if there is none.
         declared: The declared spec. None if no spec is declared, in `infer`, and for "the forward".
         inferred: The spec with which the gradient would be right. None if no such spec was found, or if a mistake in
-            the model is more likely than a wrong spec.
+            the model is more likely than a wrong spec. If several dims may be sharded, it names one of them, and
+            ``text`` says so.
         cause: The kind of mistake.
         axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong; may be empty.
         factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.
@@ -320,11 +322,7 @@ def infer(
     rules, unknown = dict[str, P](), list[str]()
     for label, contract in found.contracts.items():
         known = by_label[label]
-        beside = {
-            other.name: (other.first.shape, found.contracts[other.label].apart == contract.apart)
-            for other in found.known
-            if other is not known and other.module == known.module and other.label in found.contracts
-        }
+        beside = parameters_beside(known, found.known, found.contracts)
         spec, is_certain = spec_of_contract(known, contract, topology, beside)
         if not is_certain:
             unknown.append(label)
@@ -443,15 +441,20 @@ def _pattern(name: str) -> str:
 # Texts of the findings ------------------------------------------------------------------------------------------------
 
 
-def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
+def describe_cause(
+    cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None, is_certain: bool = True
+) -> str:
     """Return the text of a finding: the most likely mistake, and how to correct it.
 
     ``factor`` is the factor by which the gradient is too large. ``spec`` is the right spec; None: not known. ``where``
-    describes the place of the wrong backward; None: it was not located.
+    describes the place of the wrong backward; None: it was not located. ``is_certain``: False if other dims than those of
+    ``spec`` may be sharded.
     """
     over = " x ".join(map(repr, axes)) or "some axis"
     either = " or ".join(map(repr, axes))
     becomes = "" if spec is None else f"; the right spec is {spec}"
+    if not is_certain:
+        becomes += ", or one that shards another dim (gradients don't show which)"
     text = {
         "split, not declared": f"each rank of {over} has a different shard{becomes}",
         "declared split, but a copy": f"the ranks of {over} hold replicas with equal values{becomes}",
@@ -725,18 +728,21 @@ class _Examination:
         explained = {known.label for known in few}
         for known in wrong:
             if known.label in explained:
-                finding = self._explained(known, suspects[known.label])
+                finding = self._explained(known, suspects)
             else:
                 finding = self._finding(known, "backward is wrong", (), 1.0, None)
             found += [] if finding is None else [finding]
         return found
 
-    def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
+    def _explained(self, known: KnownParameter, suspects: Mapping[str, Cause | None]) -> Finding | None:
         """Search the cause of a wrong gradient, and return the parameter's finding.
 
         Return None if the parameter's gradient turns out to be right. In `infer`, also return None if another
         `GradientContract` makes the gradient right; this contract is then stored in ``self.contracts``.
+
+        ``suspects``: {label of each wrong parameter: its cause}. None: search the cause.
         """
+        cause = suspects[known.label]
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         if self.inferring and cause == "copies differ":
@@ -747,11 +753,13 @@ class _Examination:
         if self.inferring and explanation.contract is not None and explanation.factor == 1.0:
             self.contracts[known.label] = explanation.contract
             return None
-        spec = None
+        spec, is_certain = None, True
         if explanation.contract is not None and explanation.factor == 1.0:
-            spec, _ = spec_of_contract(known, explanation.contract, self.topology, {})
+            right = {label: contract for label, contract in self.contracts.items() if label not in suspects}
+            beside = parameters_beside(known, self.known, {**right, known.label: explanation.contract})
+            spec, is_certain = spec_of_contract(known, explanation.contract, self.topology, beside)
         if cause is not None:
-            return self._finding(known, cause, (), 1.0, spec)
+            return self._finding(known, cause, (), 1.0, spec, is_certain)
         if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
             return None  # along other directions, in which only this parameter moves, its gradient is right
         cause, axes = cause_of(known, declared, explanation, self.topology)
@@ -761,15 +769,21 @@ class _Examination:
         if cause in ("divided too often", "added on every rank"):
             factor = 1 / self.topology.size(*axes) if factor == 1.0 else factor
             spec = None
-        return self._finding(known, cause, axes, factor, spec)
+        return self._finding(known, cause, axes, factor, spec, is_certain)
 
     def _finding(
-        self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
+        self,
+        known: KnownParameter,
+        cause: Cause,
+        axes: tuple[str, ...],
+        factor: float,
+        spec: P | None,
+        is_certain: bool = True,
     ) -> Finding:
-        if spec is not None and not self.inferring:
+        if spec is not None and not self.inferring and known.name in self.derived:
             # For a LoRA adapter, use the spec that follows from its base layer, because the inferred spec may fit the
             # gradients, but contradict the base layer.
-            spec = self.derived.get(known.name, spec)
+            spec, is_certain = self.derived[known.name], True
         return Finding(
             known.label,
             known.module,
@@ -778,7 +792,7 @@ class _Examination:
             cause,
             axes,
             factor if factor != 1.0 else None,
-            describe_cause(cause, axes, factor, spec, None),
+            describe_cause(cause, axes, factor, spec, None, is_certain),
         )
 
     # Location of a wrong backward -------------------------------------------------------------------------------------

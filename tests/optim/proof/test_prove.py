@@ -197,6 +197,8 @@ def test_prove_names_cause_and_inferred_spec_of_wrong_declarations(world: World)
         "down": ("split, not declared", P("tensor"), None),
         "bias": ("declared split, but a copy", P(), None),
     }
+    unsure = {finding.name for finding in proof.findings if "shards another dim" in finding.text}
+    assert unsure == {"up", "down"}  # their real specs are P("tensor") and P(None, "tensor")
 
 
 # Several wrong parameters ---------------------------------------------------------------------------------------------

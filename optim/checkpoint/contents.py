@@ -199,10 +199,7 @@ def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """This rank's parts of a full tensor, with their elements.
-
-    ``parts`` are rectangles by their offsets in the full tensor. They do not overlap.
-    """
+    """This rank's parts of a full tensor, by their offsets in the full tensor. The parts do not overlap."""
 
     shape: Shape
     dtype: torch.dtype
@@ -573,8 +570,8 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
     """Return this rank's parts of all saved tensors by key, as views of contiguous tensors, and its `RankRecord`.
 
-    Raises:
-        ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
+    Raise ValueError if a state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
+
     Host synchronization: one per undeclared buffer, and one per scalar optimizer state, that is on a device.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}

@@ -168,10 +168,7 @@ def record_of(file: Path) -> FileRecord:
 
 
 def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) -> None:
-    """Raise ValueError unless all files match their records.
-
-    ``contents=False``: compare only sizes, without reading the files.
-    """
+    """Raise ValueError unless all files match their records; without ``contents``, only their sizes are compared."""
     for name, expected in files.items():
         file = directory / name
         try:

@@ -134,10 +134,7 @@ class Restoration:
             _check_same("parameters", set(names), set(now), where, advice)
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if index and record of the checkpoint list different states, or if a number is missing.
-
-        The numbers are step counts and other states in `SCALAR_STATE` that the optimizer has.
-        """
+        """Raise ValueError if index and record of the checkpoint list different states, or if a number is missing."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
@@ -387,8 +384,7 @@ def load_checkpoint(
 def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
     """Load a checkpoint into the run, and return its directory and contents.
 
-    If the checkpoint is removed while it is read, the newest checkpoint is tried, up to `_ATTEMPTS` times. Errors and
-    collectives as in `load_checkpoint`.
+    If the checkpoint is removed while it is read, the newest checkpoint is tried, up to `_ATTEMPTS` times.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         directory, manifest = files_on_first_rank(lambda: _open(path, run), run.registry)
@@ -427,9 +423,7 @@ class _Run(NamedTuple):
     trainable_only: bool
 
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
-        """Read a checkpoint and compare it with the run, without changing the run.
-
-        Errors are raised on every rank.
+        """Read a checkpoint and compare it with the run, without changing the run. Errors are raised on every rank.
 
         Collectives: gathers of Python objects over all ranks.
         """
@@ -463,10 +457,7 @@ class _Run(NamedTuple):
     def _content(
         self, directory: Path, parameters: LogicalParameters, saved: Topology
     ) -> tuple[dict[str, Any], OptimizerState | None]:
-        """Return the content of the file ``shared.pt``, and the contents of the optimizer's current state dict.
-
-        The second value is None if only the model is loaded, without an optimizer.
-        """
+        """Return the content of the file ``shared.pt``, and the contents of the optimizer's current state dict."""
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
         with _name_file_in_errors(directory / SHARED_FILE):
             check_content(content, saved.world_size)

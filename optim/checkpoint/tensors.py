@@ -245,10 +245,7 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
 def _index(
     held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
 ) -> dict[str, Stored]:
-    """Return the index of the tensor files of all ranks.
-
-    ``share_of`` has the boxes of each rank in the order of its file.
-    """
+    """Return the index of the tensor files of all ranks. ``share_of`` has each rank's boxes in the order of its file."""
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
@@ -314,8 +311,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
     """Read the elements that a part in a file and the tensor ``part`` have in common, into ``part``.
 
-    ``place`` is the part in the file, with elements of ``dtype``. ``box`` is the region that the CPU tensor ``part``
-    holds.
+    ``box`` is the region that the CPU tensor ``part`` holds.
     """
     common = box.common(place.box)
     target = part.detach()

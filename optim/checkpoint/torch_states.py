@@ -28,9 +28,6 @@ from .contents import find_master_weights, portable_entries
 
 # States of one parameter as DTensors ----------------------------------------------------------------------------------
 
-# Conversion between the optimizer states of a parameter's shards on all ranks and a DTensor of the parameter's full
-# shape.
-
 
 @dataclass(frozen=True)
 class ParameterStates:

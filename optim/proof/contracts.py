@@ -65,10 +65,7 @@ AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean
 
 @dataclass(frozen=True)
 class GradientContract:
-    """Rule that computes the derivative of the loss from a parameter's gradients on all ranks.
-
-    ``by_axis`` has one entry per mesh axis larger than 1.
-    """
+    """Rule that computes the derivative of the loss from a parameter's gradients on all ranks."""
 
     by_axis: tuple[tuple[str, AxisContract], ...]
 
@@ -216,10 +213,7 @@ class KnownParameter:
 
     @property
     def effect(self) -> float:
-        """Return the expected size of the derivative of the loss along a random direction.
-
-        It is the largest gradient norm of any rank, times the size of the direction's elements.
-        """
+        """Return the expected size of the derivative of the loss along a random direction."""
         return max(seen.gradient or 0.0 for seen in self.seen.values()) * self.scale
 
     @property
@@ -248,10 +242,8 @@ class Measured:
     """This rank's parameters and gradients after a backward, and descriptions of the parameters of all ranks.
 
     All mappings are by name. `move` changes ``tensors``, the local tensors, in place. ``topology`` has the axes of the
-    registry's topology, perhaps with other roles.
-
-    Attributes:
-        known: One `KnownParameter` per logical parameter of the model, in the same order on all ranks.
+    registry's topology, perhaps with other roles. `known` has one `KnownParameter` per logical parameter of the model,
+    in the same order on all ranks.
 
     Collectives: an object all-gather over the world.
     """
@@ -436,8 +428,7 @@ def parameters_beside(
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
     """Return the axes that shard a dim of the parameter.
 
-    These are the axes along which ranks hold distinct shards, except pipeline axes. If only ranks with equal
-    coordinates along two axes hold the parameter, only one of these two axes is returned.
+    If only ranks with equal coordinates along two axes hold the parameter, only one of these two axes is returned.
     """
     diagonals = dict(_diagonals(known, contract, topology))
     return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
@@ -494,8 +485,6 @@ def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topol
 
 
 # Candidates -----------------------------------------------------------------------------------------------------------
-
-# The gradient contracts that a parameter may have. They follow from its values, and from the ranks that hold it.
 
 
 def candidates(

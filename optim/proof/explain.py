@@ -485,10 +485,8 @@ def locate_fault(
     """Find the last input or output of a module, in forward order, whose gradient is wrong, and return its `Fault`.
 
     Return None if no tested gradient is wrong. The result is the same on all ranks. The gradients in ``.grad`` are
-    overwritten. Only the last `_MOST` hook points are tested.
-
-    ``events`` are in forward order, the same on all ranks. A rank skips modules that it does not have. ``split`` maps
-    the name of a module to the axes that shard its parameters.
+    overwritten. Only the last `_MOST` hook points are tested. ``events`` are in forward order, the same on all ranks; a
+    rank skips modules that it does not have.
 
     Collectives: those of one forward and backward, of several forwards per hook point, and object all-gathers.
     """

@@ -335,8 +335,7 @@ def infer(
 def _of_other_roles(first: Examined, second: Examined) -> Examined:
     """Return the result for a model that is right except that some axes must have the role of data axes.
 
-    It has one finding, which names these axes. ``first`` is the result with the roles of the registry's topology, and
-    ``second`` the result with the axes as data axes, which has no findings.
+    It has one finding, which names these axes. ``second`` is the result with these axes as data axes.
     """
     roles = ", ".join(f"{axis!r}: 'data'" for axis in first.unequal)
     text = (

@@ -180,7 +180,6 @@ def wrong_around(param_groups: object) -> str | None:
 
     A Trainer clips if it has ``max_grad_norm``. accelerate without a Trainer counts as clipping if it wraps the
     optimizer. After `take_over_clipping` the result is None.
-
     Wrappers share the list object ``param_groups``, so it identifies the optimizer.
     """
     trainer_kind = loaded_class("transformers.trainer", "Trainer")

@@ -45,8 +45,7 @@ def check_data_parallel(
 ) -> None:
     """Raise ValueError if the kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
 
-    ``mode=None``: `ParallelOptimizer.step` averages the gradients, which is always possible. ``model`` and
-    ``optimizer`` are not checked if None.
+    ``mode=None``: `ParallelOptimizer.step` averages the gradients, which is always possible.
     """
     topology = registry.topology
     if mode is None:

@@ -193,8 +193,7 @@ class _Loss:
     A loss is multiplied by the loss scale. If the schedule was created with ``scale_grads=True``, the loss is also
     divided by the number of micro-batches. In an evaluation, the loss is returned unchanged.
 
-    Attributes:
-        given: (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
+    `given` has (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
     """
 
     def __init__(self, criterion: Callable[..., Tensor], schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:

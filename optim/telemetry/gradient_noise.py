@@ -84,9 +84,8 @@ def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Te
 class RunningScale:
     """Exponential means of `Estimates` over steps. Non-finite estimates, such as after an overflow, are left out.
 
-    Attributes:
-        means: [3] float64: the exponential means of |G|^2 (the signal), of S (the trace), and of the constant 1. All
-            three start at 0. Dividing the first two by the third one corrects for that.
+    ``means``, [3] float64, are the means of |G|^2 (the signal), of S (the trace), and of the constant 1. All three
+    start at 0; dividing the first two by the third one corrects for that.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
@@ -118,9 +117,6 @@ class RunningScale:
 
 
 # Local sums -----------------------------------------------------------------------------------------------------------
-
-# These functions compute, per tensor of this rank, the sum of squares, the number of zeros, and the number of elements
-# that are too small for float16.
 
 SMALLEST_NORMAL = 2.0**-14
 """Smallest normal number of float16. Smaller numbers lose precision in float16, or become 0."""

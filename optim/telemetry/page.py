@@ -163,10 +163,7 @@ class Scale:
 
 
 def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
-    """Return an SVG element with curves.
-
-    Non-finite values interrupt a curve, and are drawn as marks at the upper edge.
-    """
+    """Return an SVG element with curves. Non-finite values interrupt a curve, and are drawn as marks at the upper edge."""
     steps = [step for points in series.values() for step, _ in points]
     x = Scale.of(steps, LEFT, WIDTH - RIGHT, may_be_log=False)
     y = Scale.of([value for points in series.values() for _, value in points], HEIGHT - BOTTOM, TOP)

@@ -70,10 +70,7 @@ def compute_dtype(step: RecordedStep, name: str) -> str:
 
 
 def distance(a: Figures, b: Figures) -> float:
-    """Return the estimated norm of the difference of two tensors.
-
-    It is 0 if their hashes are equal or both are non-finite, and inf if only one is non-finite.
-    """
+    """Return the estimated distance of two tensors: 0 for equal hashes or two non-finite tensors, inf if one is finite."""
     if a.hash is not None and a.hash == b.hash:
         return 0.0
     if not (a.is_finite and b.is_finite):

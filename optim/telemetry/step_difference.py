@@ -494,10 +494,7 @@ def _norms_used(run: RecordedStep) -> Iterator[float]:
 
 
 def _axis_of_norm(run: RecordedStep, used: float, true: float, limit: float) -> tuple[str | None, str]:
-    """Return the axis that explains why a run clips by the norm ``used`` instead of ``true``, and the explanation.
-
-    Return (None, "") if no axis does, within the relative tolerance ``limit``.
-    """
+    """Return the axis that explains why a run clips by the norm ``used`` instead of ``true``, and the explanation."""
     squares = {name: run.figures(name)[GRADIENT].norm ** 2 for name in run.names}
     for axis in run.axes:
         size = run.size(axis)

@@ -210,10 +210,7 @@ class StepPair:
     # Axes -------------------------------------------------------------------------------------------------------------
 
     def _sized_axes(self) -> Iterator[tuple[tuple[str, ...], Which, int]]:
-        """Yield (axes, run, product of the axes' sizes) for every combination of axes of a run.
-
-        Combinations whose product differs between the runs come first.
-        """
+        """Yield (axes, run, product of sizes) of all combinations of axes; products that differ between runs come first."""
         found = []
         for which, run, other in self.sides:
             for count in range(1, len(run.axes) + 1):

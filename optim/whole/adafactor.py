@@ -436,7 +436,6 @@ class Adafactor(FactoredOptimizer):
 
 
 def _steps(slots: Sequence[Slot]) -> Tensor:
-    """Return the number of steps of each slot, including the present one, [slots]."""
     return torch.stack([slot.step for slot in slots])
 
 
@@ -567,7 +566,6 @@ class CAME(FactoredOptimizer):
         return {key: toward(slot.state[key], mean, rate) for key, mean in means.items()}
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return this rank's shard of gradient / sqrt(second moment). ``moments`` has the slot's new second moments."""
         if "exp_avg_sq" in moments:
             return slot.grad * moments["exp_avg_sq"].rsqrt()
         return slot.grad * self._inverse_root(slot, moments, "sq")

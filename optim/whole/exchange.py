@@ -409,9 +409,6 @@ def in_flight(
 
 # Owner ranks ----------------------------------------------------------------------------------------------------------
 
-# Each matrix has an owner rank. Ranks send their shards to it; it computes the result and sends it to all ranks with
-# shards.
-#
 # The owner rank is one of the ranks with shards of the matrix; the choice balances the cost between ranks. All ranks
 # compute the same communication plan once, without communication. Matrices are grouped into rounds, so that one round
 # computes while the next round is sent.

@@ -138,7 +138,6 @@ class LAMB(WholeOptimizer):
 
 
 def _trust(w: Tensor, r: Tensor) -> Tensor:
-    """Return the trust ratios, given the norms of parameters and update directions."""
     return torch.where((w > 0) & (r > 0), w / r, 1.0)
 
 

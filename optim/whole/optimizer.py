@@ -531,10 +531,8 @@ def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: T
     """Update Adam's moments in place, and return m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) for each slot.
 
     The directions are the result of an AdamW step on zeros with the learning rate -1. If ``found_inf`` is 1, moments do
-    not change, and the directions are zeros.
-
-    The slots have one param group, device and dtype, and `Slot.is_batched` is True. ``steps`` are the counts before this
-    step, t - 1, one tensor per slot; they change in place.
+    not change, and the directions are zeros. The slots have one param group, device and dtype, and `Slot.is_batched` is
+    True. ``steps`` are the counts before this step, t - 1; they change in place.
     """
     param, group = slots[0].param, slots[0].group
     directions = batching.PackedTensors([slot.param.shape for slot in slots], param.dtype, param.device)

@@ -51,9 +51,6 @@ from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
 
-# These functions compute statistics of the sides of a matrix (its rows and its columns), and the eigenbases and inverse
-# roots of these statistics.
-
 Sides = Sequence[Tensor | None]
 """One entry per dim of a tensor: a square matrix of the dim's size, or None for a dim without preconditioner."""
 

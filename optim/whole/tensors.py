@@ -115,11 +115,9 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
     """Return the full tensors by name, from the records of all ranks.
 
     Per rank, ``ranks`` has one record (name of the full tensor, dtype, metadata, region that the rank holds) per tensor
-    that the rank's optimizer steps.
-
-    Raises:
-        ValueError: Records of one name have different full shapes, dtypes or metadata; no rank holds some elements of a
-            tensor; or two records of one rank and one name have a common element.
+    that the rank's optimizer steps. Raise ValueError if records of one name have different full shapes, dtypes or
+    metadata; if no rank holds some elements of a tensor; or if two records of one rank and one name have a common
+    element.
     """
     found: dict[str, LogicalTensor] = {}
     for rank, own in enumerate(ranks):

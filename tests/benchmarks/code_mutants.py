@@ -129,7 +129,6 @@ class Fault:
 
     @property
     def tests(self) -> list[str]:
-        """Return the paths of the nearest tests that exist."""
         if self.closest:
             return [*self.closest]
         prefix = max((prefix for prefix in NEAREST if self.file.startswith(prefix)), key=len, default="optim")

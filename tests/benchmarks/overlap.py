@@ -204,7 +204,6 @@ def around_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def run(ranks: int, arguments: argparse.Namespace) -> None:
-    """Run all contenders on one rank; rank 0 prints."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
         rank = registry.global_rank

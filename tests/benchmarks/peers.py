@@ -352,7 +352,6 @@ def keep(ranks: int, found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
-    """Measure all precisions on one rank; rank 0 prints."""
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     ranks = arguments.ranks

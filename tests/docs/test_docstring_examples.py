@@ -164,8 +164,6 @@ SETUP = {
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.layers = model

@@ -88,7 +88,6 @@ def test_prove_cannot_detect_an_undeclared_tied_parameter(world: World) -> None:
 
 
 def write() -> None:
-    """Write the text that the exhibits print now into the page."""
     world, page = World(), PAGE.read_text()
     for _, before, ranks, code, shown in EXHIBIT.findall(page):
         found = world.run(int(ranks), printed_by, beginning_of(page), code)[0]

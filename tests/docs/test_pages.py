@@ -112,7 +112,6 @@ def test_console_blocks_show_the_printed_topology_table(name: str, capsys: pytes
 
 
 def commands(page: str) -> list[list[str]]:
-    """Return the words of each command in the `sh` blocks of a page."""
     text = "".join(text for text, _ in blocks("sh", page)).replace("\\\n", " ")
     return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
 

@@ -45,8 +45,6 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A real CUDA graph."""
-
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 

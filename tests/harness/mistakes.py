@@ -119,7 +119,6 @@ class Dense:
         (factor * mse(self.model, x[rows], y[rows])).backward()
 
     def step(self, max_norm: float | None = MAX_NORM) -> None:
-        """Clip and step."""
         if max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self.sgd.step()
@@ -174,7 +173,6 @@ class Run:
         return torch.optim.SGD(named, lr=LR, momentum=MOMENTUM, fused=True)
 
     def optimizer(self, sgd: torch.optim.Optimizer | None = None, **options: Any) -> ParallelOptimizer[Any]:
-        """Return the parallel optimizer, clipping to `MAX_NORM`."""
         options = {"max_norm": MAX_NORM, "precision": self.mode, **options}
         return ParallelOptimizer(sgd or self.sgd(), self.registry, **options)
 
@@ -322,8 +320,6 @@ MISTAKES: list[Mistake] = []
 def mistake(
     topology: str, outcome: Outcome, *, write: str, mode: str | Precision = "fp32", waits: bool = False
 ) -> Callable[[Script], Script]:
-    """Add the decorated script to `MISTAKES`."""
-
     def add(script: Script) -> Script:
         assert script.__doc__, "the script needs a docstring that describes the mistake"
         assert outcome.is_specific, f"{outcome}: shown must have at least two lowercase letters"
@@ -467,7 +463,6 @@ def check_replicas(results: list[Result], topology: Topology) -> None:
 
 
 def full_weights(weights: list[dict[str, Tensor]], topology: Topology) -> dict[str, Tensor]:
-    """Return the full tensors, from the weights of all ranks."""
     specs = SPECS if "tensor" in topology.axes else dict.fromkeys(weights[0], P())
     return {name: join([of_rank[name] for of_rank in weights], specs[name], topology) for name in weights[0]}
 

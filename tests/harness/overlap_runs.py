@@ -120,7 +120,6 @@ class Windows:
     how: str
 
     def run(self) -> list[Tensor]:
-        """Run some steps and return the norms."""
         norms = []
         for step in range(STEPS):
             if step == 2 and self.how == "added":

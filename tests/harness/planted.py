@@ -190,7 +190,6 @@ class Planted(nn.Module):
         return total
 
     def groups(self) -> list[dict[str, list[nn.Parameter]]]:
-        """Return the parameters in two param groups."""
         held = dict(self.named_parameters())
         return [{"params": [held[name] for name in names if name in held]} for names in GROUPS]
 

@@ -60,7 +60,6 @@ class _Exchange:
     failed: bool = False
 
     def gather(self, key: tuple[str, int], rank: int, value: Any, size: int) -> list[Any]:
-        """Return the values of all ``size`` ranks, by rank."""
         with self.arrived:
             said = self.said.setdefault(key, {})
             said[rank] = value

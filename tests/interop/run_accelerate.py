@@ -109,7 +109,6 @@ def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float
 
 
 def gradients(how: str) -> tuple[Any, list[nn.Parameter]]:
-    """Return an accelerator and the parameters of a model after one backward."""
     accelerator = new_accelerator()
     if how == "stock":
         model = accelerator.prepare(net())

@@ -99,7 +99,6 @@ def train_for_model(model: nn.Module, loss_of: Callable[[Tensor], Tensor], max_n
 
 
 def write_reference(kind: str, folder: str) -> None:
-    """Save the checkpoint of a model, and its `Reference`."""
     build = BUILDERS[kind]
     if hasattr(build, "save"):
         build.save(folder)

@@ -169,7 +169,6 @@ def test_schedule_free_averages_equal_dense_averages(world: World, state: str) -
 
 
 def refusal(layout: Layout, make: Make) -> str:
-    """Return the error that `ParallelOptimizer` raises for an optimizer of sharded parameters."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         with pytest.raises(ValueError, match="sharded") as refused:

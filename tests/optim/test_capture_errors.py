@@ -42,7 +42,6 @@ def _torchs_kernels(torchs_kernels: None) -> None:
 
 
 def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Run:
-    """Return a run after ``steps`` steps of the optimizer ``inner``."""
     precision = options.pop("precision", Fp32())
     fused = {"fused": True} if inner is torch.optim.AdamW else {}
     run = Run(Setting(precision, options, lambda params, lr: inner(params, lr=lr, **fused)), CPU)

@@ -616,7 +616,6 @@ def test_step_counts_allocate_pinned_memory_once(monkeypatch: pytest.MonkeyPatch
 
 
 def saved(device: torch.device) -> tuple[Snapshot, Tensor]:
-    """Return a snapshot of a weight, and the weight."""
     weight = torch.linspace(-1, 1, 12).view(3, 4).to(device)
     tensors = {"weight": SavedTensor((3, 4), weight.dtype, {(0, 0): weight})}
     return Snapshot(tensors, record={}, random={}, common={}, facts={}, keep=1), weight

@@ -30,7 +30,6 @@ class OlderOptions:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, options: type, backend: str) -> Any:
-    """Return the options with which a new group is requested."""
     found: list[Any] = []
 
     def new_group(*_: Any, pg_options: Any, **__: Any) -> None:

@@ -288,8 +288,7 @@ def test_buckets_of_different_layouts_follow_backward_order(world: World) -> Non
 
 
 def errors_of(kind: str) -> tuple[str, bool]:
-    """Return the error, and whether training after ``zero_grad`` is bitwise identical to training without the
-    error."""
+    """Return the error, and whether training after ``zero_grad`` is bitwise identical to training without the error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         results, said = [], ""
         for goes_wrong in (True, False):

@@ -21,8 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
-    """Freeze "b" after two steps, add "c", and step twice more. Return the weights, and "b" at the time of
-    freezing."""
+    """Freeze "b" after two steps, add "c", and step twice more. Return the weights, and "b" at the time of freezing."""
     precision = {"fp32": "fp32", "bf16": "bf16", "split": Bf16(split_masters=True)}[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16

@@ -27,8 +27,7 @@ from zero_models import small_buckets
 
 
 def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
-    """Return the distance of each bucket's slices from the reference; ``wrong`` gives the reference a wrong
-    divisor."""
+    """Return the distance of each bucket's slices from the reference; ``wrong`` gives the reference a wrong divisor."""
     layout = LAYOUTS[layout_name]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         rank, topology = registry.global_rank, layout.topology
@@ -129,8 +128,7 @@ def test_step_with_zero1_and_zero2_matches_reference(world: World, how: Sharded,
 
 
 def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kind: str, wrong: float) -> float:
-    """Return the largest weight difference after three steps; the reference's gradients are multiplied by
-    ``wrong``."""
+    """Return the largest weight difference after three steps; the reference's gradients are multiplied by ``wrong``."""
     layout = LAYOUTS[layout_name]
     kinds: dict[str, Any] = {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),

@@ -152,7 +152,6 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def optimizers_of(how: str, model: nn.Module) -> Any:
-    """Return the optimizer or the list of optimizers ``how`` over the model's parameters."""
     matrices = [(name, param) for name, param in model.named_parameters() if param.dim() > 1]
     vectors = [(name, param) for name, param in model.named_parameters() if param.dim() == 1]
     if how == "list":

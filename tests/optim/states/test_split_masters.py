@@ -430,8 +430,7 @@ def write(path: str, is_split: bool) -> dict[str, Tensor]:
 
 
 def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Tensor, Tensor]], set[torch.dtype]]:
-    """Load, and return name, region, master and weight of each shard, and the dtypes of the states; then run a
-    step."""
+    """Load, and return name, region, master and weight of each shard, and the dtypes of the states; then run a step."""
     layout = LAYOUTS[RUNS[name][0]]
     with ProcessGroupRegistry(layout.topology) as registry:
         model, optimizer = made(registry, name, SPLIT if is_split else Bf16())

@@ -36,7 +36,6 @@ class Net(nn.Module):
 
 
 def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[int, str]]:
-    """Return (step, warning) for each warning."""
     options = OPTIONS[option]
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings(record=True) as caught:

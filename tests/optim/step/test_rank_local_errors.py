@@ -528,7 +528,6 @@ def test_observer_error_around_update_on_one_rank_skips_no_update(
 
 
 def set_rule(rule: Any) -> dict[str, Any]:
-    """Return the arguments of a `Run` that sets ``max_norm`` of the optimizer."""
     return {
         "options": {"max_norm": 1.0},
         "plant": lambda run: setattr(run.optimizer, "max_norm", rule),

@@ -45,7 +45,6 @@ NOT_NAMED: dict[str, str] = {}
 
 
 def is_named(name: str, found: RunComparison) -> bool:
-    """Return whether a comparison names step, cause, axis and parameter of a planted mistake."""
     planted, difference = PLANTED[name], found.difference
     if difference is None or (difference.step, difference.cause, difference.axis) != (
         planted.step,

@@ -97,7 +97,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def two_groups(params: Any, **options: Any) -> list[dict[str, Any]]:
-    """Return two param groups. ``options`` are the options of the second group."""
     named = list(params)
     return [{"params": named[:3]}, {"params": named[3:], **options}]
 

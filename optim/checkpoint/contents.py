@@ -138,10 +138,7 @@ class LogicalParameters:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return ``model`` without `DistributedDataParallel`, ``torch.compile`` and similar wrappers around it.
-
-    The wrappers would add prefixes to the names of the model's parameters.
-    """
+    """Return ``model`` without wrappers such as DistributedDataParallel, which add prefixes to names of parameters."""
     while True:
         within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
         if isinstance(model, DistributedDataParallel):
@@ -225,10 +222,7 @@ def boxes_of(tensor: SavedTensor) -> HeldTensor:
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """Return the elements of a shard as rectangular parts of the full tensor.
-
-    ``tensor`` has the elements in the order of ``region``. The parts are views of it if it is contiguous.
-    """
+    """Return a shard, with its elements in the order of ``region``, as parts: views of ``tensor`` if it is contiguous."""
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
@@ -260,10 +254,7 @@ class PieceState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
-        """Return the description of ``state``, the optimizer state of the shard ``piece``, by key.
-
-        Host synchronization: one per scalar (see `is_scalar`) on a device.
-        """
+        """Return the description of a shard's states. Host synchronization: one per scalar (`is_scalar`) on a device."""
         found = cls()
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -633,10 +624,7 @@ def whole(tensor: Tensor) -> SavedTensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of the tensor's dtype, shape and elements, as a hexadecimal text.
-
-    Host synchronization: copies all elements to the host.
-    """
+    """Return a hash of the dtype, shape and elements, as a hexadecimal text. Copies all elements to the host."""
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()

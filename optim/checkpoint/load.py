@@ -217,10 +217,7 @@ class Restoration:
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
-        """Allocate the full-tensor states that this rank keeps for a stepped tensor, and return them by name.
-
-        They are uninitialized and are added to `tensors`; reading the checkpoint fills them.
-        """
+        """Return the full-tensor states that this rank keeps for a stepped tensor, by name, uninitialized."""
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
         own = [

@@ -280,10 +280,7 @@ class Reader:
         return index_of_json(content, self.files, file)
 
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
-        """Fill the parts of ``tensors`` in place with the elements in the checkpoint.
-
-        ``tensors`` are CPU tensors by key of the index. A part may have another size than the parts in the files.
-        """
+        """Fill CPU tensors from the checkpoint. Their parts may have other sizes than the parts in the files."""
         wanted = [
             (place, self.index[key].dtype, box, part)
             for key, tensor in tensors.items()
@@ -309,10 +306,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 
 
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
-    """Read the elements that a part in a file and the tensor ``part`` have in common, into ``part``.
-
-    ``box`` is the region that the CPU tensor ``part`` holds.
-    """
+    """Read the elements that the CPU tensor ``part``, of the region ``box``, has in common with a part in a file."""
     common = box.common(place.box)
     target = part.detach()
     for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
@@ -331,10 +325,7 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor, writable unless it is empty.
-
-    Keep the tensor alive while the view is used.
-    """
+    """Return a view of a contiguous CPU tensor's memory, writable unless empty. Keep the tensor alive while you use it."""
     return (
         memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         if tensor.nbytes

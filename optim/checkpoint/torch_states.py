@@ -107,10 +107,7 @@ class ParameterStates:
         )
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
-        """Return {mesh axes: tensor dim that is sharded over them}. Each item is one dim of the DTensor's device mesh.
-
-        Axes whose product of sizes is 1 are left out.
-        """
+        """Return {mesh axes: dim that is sharded over them} per dim of the DTensor's mesh, without axes of size 1."""
         dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.joint_dim_axes(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 

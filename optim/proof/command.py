@@ -39,10 +39,7 @@ _HEADER = ("parameter", "declared", "correct", "mistake", "axes", "factor")
 
 
 def report(proof: Proof) -> str:
-    """Return a table of the findings in forward order, followed by the text of the proof.
-
-    Without findings, return only the text of the proof. The table has borders if the package rich is installed.
-    """
+    """Return a table of the findings in forward order, if there are any, followed by the text of the proof."""
     if proof.is_correct:
         return str(proof)
     table = _with_rich if find_spec("rich") else _plain
@@ -263,10 +260,7 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
-    """Group ranks with equal rules, and return (ranks, result of the first of these ranks) pairs.
-
-    Ranks of different pipeline stages may have different rules.
-    """
+    """Return (ranks with equal rules, result of the first of them) pairs. Rules may differ between pipeline stages."""
     groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, InferredLayout)

@@ -267,12 +267,10 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Return ``value`` with every float32, bfloat16 or float16 tensor and dtype in it converted to float64.
-
-    `tree_map` is not called for a single leaf, because it is slow.
-    """
+    """Return ``value`` with every float32, bfloat16 or float16 tensor and dtype in it converted to float64."""
     if value is None or isinstance(value, (int, float, str)):
         return value
+    # `tree_map` is not called for a single leaf, because it is slow.
     return (
         _raised(value) if isinstance(value, (Tensor, torch.dtype)) or tree_is_leaf(value) else tree_map(_raised, value)
     )

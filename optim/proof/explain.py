@@ -341,10 +341,7 @@ class Explainer:
 
 
 def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
-    """Return the mesh axes whose size is about ``factor``.
-
-    If there are none, return adjacent axes whose sizes multiply to about ``factor``; without such axes, return ().
-    """
+    """Return the mesh axes of size ``factor``, else adjacent axes whose sizes multiply to it; () without such axes."""
     axes = larger_axes(topology)
     single = tuple(axis for axis in axes if abs(topology.size(axis) - factor) < 1e-3 * factor)
     if single:

@@ -639,10 +639,7 @@ class _Examination:
         return ForwardOrder(self.recorded, self.known, self.registry)
 
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
-        """Return (wrong parameters, undecided parameters).
-
-        The wrong parameters are a dict {label of the parameter: cause}. The cause is None if it must still be searched.
-        """
+        """Return ({label of a wrong parameter: cause, or None if it must be searched}, undecided parameters)."""
         suspects: dict[str, Cause | None] = {}
         promises = []
         for known, promise in self._promises():

@@ -115,10 +115,7 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """Return the loss function or module ``criterion``, prepared for the precision mode; None if it is None.
-
-    A module is moved to the registry's device if this is a CUDA device.
-    """
+    """Return ``criterion`` prepared for the precision mode. A module is moved to the registry's device if that is a GPU."""
     if criterion is None:
         return None
     if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
@@ -463,10 +460,7 @@ class Booster(Saving, Generic[Stats_co]):
     def _check_arguments(
         self, mixed_precision: Mode | Precision, max_norm: ClipSpec, accumulation_steps: int, options: dict[str, Any]
     ) -> tuple[Precision, int | None]:
-        """Return the precision object and the ``accumulation_steps`` of `ParallelOptimizer`. Raises as the constructor.
-
-        Replaces deprecated options in ``options``.
-        """
+        """Return the precision and ``accumulation_steps`` of `ParallelOptimizer`; replace deprecated options in place."""
         precision = precision_of(mixed_precision, "mixed_precision")
         check_data_parallel(self.data_parallel, self.registry)
         if wrong := replace_deprecated(options, options, "Booster"):

@@ -43,10 +43,7 @@ def check_data_parallel(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise ValueError if the kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
-
-    ``mode=None``: `ParallelOptimizer.step` averages the gradients, which is always possible.
-    """
+    """Raise ValueError if the kind of data parallelism is unknown, or impossible for the mesh, model or optimizer."""
     topology = registry.topology
     if mode is None:
         return

@@ -231,10 +231,7 @@ class _Loss:
 def check_pipeline(
     schedule: Any, registry: ProcessGroupRegistry, data_parallel: str | None = None, optimizer: object = ...
 ) -> None:
-    """Raise an error if `Pipeline` can't train with a schedule.
-
-    ``optimizer=None`` is an error, because training needs one. By default, the optimizer is not checked.
-    """
+    """Raise an error if `Pipeline` can't train with a schedule, or if ``optimizer`` is None. Default: it is not checked."""
     if not is_schedule(schedule):
         raise TypeError(
             f"the schedule is a {type(schedule).__name__}; give a schedule of torch.distributed.pipelining, such as "

@@ -142,10 +142,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict. Forwards in the context store a copy of the output of each matching module in it, by module name.
-
-    Only outputs that are a single floating-point tensor are stored. A later output replaces an earlier one.
-    """
+    """Yield a dict of copies of the last output of each matching module, by name, if it is one floating-point tensor."""
     named = [(name, module) for name, module in model.named_modules() if name]
     seen: dict[str, Tensor] = {}
 

@@ -72,10 +72,7 @@ class Estimates(NamedTuple):
 
 
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Return unbiased estimates of |G|^2 and S from one step.
-
-    ``small`` and ``big`` are as in the formulas at the top of this module. ``inverse_small`` is x there, ``inverse_big`` y.
-    """
+    """Return unbiased estimates of |G|^2 and S. In the module's formulas, ``inverse_small`` is x and ``inverse_big`` y."""
     difference = inverse_small - inverse_big
     signal = (inverse_small * big - inverse_big * small) / difference
     return Estimates(signal, (small - big) / difference)
@@ -92,10 +89,7 @@ class RunningScale:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, found: Estimates) -> Tensor:
-        """Add one step's estimates to the means, and return [noise scale S / |G|^2, |G|^2, S] of the means, float64.
-
-        The three numbers are NaN before the first finite estimate.
-        """
+        """Add a step's estimates, and return [S / |G|^2, |G|^2, S] of the means; NaN before the first finite estimate."""
         new = torch.stack([found.signal, found.trace, torch.ones_like(found.signal)])
         mixed = self.means * self.decay + new * (1 - self.decay)
         self.means = torch.where(new.isfinite().all(), mixed, self.means)
@@ -123,10 +117,7 @@ SMALLEST_NORMAL = 2.0**-14
 
 
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
-    """Return the sum of squares of each tensor, [n] on ``device``; 0 for None.
-
-    The result is float64, or float32 on a device without float64.
-    """
+    """Return the sum of squares of each tensor, 0 for None: [n] float64, or float32 on a device without float64."""
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):

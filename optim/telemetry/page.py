@@ -217,11 +217,7 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return all points if there are at most ``most``; else a selection of about ``most`` points.
-
-    Each interval of consecutive points keeps its smallest and its largest finite value, so that spikes remain visible,
-    and all non-finite values.
-    """
+    """Return about ``most`` points: the extremes of each interval, so that spikes stay, and all non-finite values."""
     if len(points) <= most:
         return [*points]
     kept = set[int]()

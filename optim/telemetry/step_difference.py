@@ -38,11 +38,7 @@ def first_difference(pair: StepPair) -> Difference | None:
 
 
 class _Report:
-    """Creates the `Difference` of one step and one quantity.
-
-    ``names`` has the differing parameters; a `Difference` names the first one, unless the call gives another
-    ``parameter``.
-    """
+    """Creates the `Difference` of a step and quantity. It names the first parameter, unless the call gives another one."""
 
     def __init__(self, pair: StepPair, quantity: str, names: Sequence[str]) -> None:
         self.pair, self.quantity, self.names = pair, quantity, tuple(names)

@@ -302,10 +302,7 @@ class PowerIteration:
 
 
 def _start(matrix: LogicalTensor) -> Tensor:
-    """Return a random unit vector with the shape of all dims of the matrix except the first.
-
-    The seed is a hash of the matrix's name, so that the vector is equal on every rank.
-    """
+    """Return a random unit vector of all dims except the first. Its seed, a hash of the name, is equal on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
     return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))

@@ -425,10 +425,7 @@ def _place(name: str) -> int:
 
 
 def drawn(values: deque[float]) -> str:
-    """Return a string with one bar character per value.
-
-    The height of a bar is relative to the range of the finite values. A non-finite value is drawn as ``!``.
-    """
+    """Return one bar character per value, relative to the range of the finite values; ``!`` for a non-finite value."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:

@@ -71,10 +71,7 @@ def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
 
 
 def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return this rank's shard of ``rows * columns``, which has the full tensor's shape.
-
-    ``rows`` [..., rows, 1] and ``columns`` [..., 1, columns] must be the same on all ranks.
-    """
+    """Return this rank's shard of the full tensor ``rows * columns``. Both factors must be the same on all ranks."""
     left, right = tensors.of_whole(slot.position, rows), tensors.of_whole(slot.position, columns)
     return (left * right).reshape(slot.param.shape)
 
@@ -663,10 +660,7 @@ class CAME(FactoredOptimizer):
         self.descend_each([slot.param for slot in chunk.slots], along, group["lr"], group["weight_decay"])
 
     def _write_instability(self, slots: Sequence[Slot], a: Tensor, sums: Mapping[int, Sequence[Tensor]]) -> None:
-        """Change the means of the squared differences in place, as `_instability` computes them for each slot.
-
-        The slots are factored and of one param group. ``a`` has 1 - 1 / k of each slot.
-        """
+        """Change the means of the squared differences of factored slots of one param group, as `_instability` does."""
         group, rates = slots[0].group, a.repeat_interleave(2)
         uu, ee, eu = ([one for slot in slots for one in sums[slot.position][which : which + 2]] for which in (0, 2, 4))
         squares, products, updates = (

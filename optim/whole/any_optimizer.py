@@ -251,10 +251,7 @@ class AnyOptimizer(HomeOptimizer):
 
 
 def _changed(key: str, value: Any, given: Mapping[str, Any]) -> bool:
-    """Return True if the optimizer has added the param group option ``key``, or changed its value.
-
-    A tensor counts as changed only if it was replaced.
-    """
+    """Return True if the optimizer has added or changed the option ``key``. A tensor is changed only if it was replaced."""
     if key not in given:
         return True
     return value is not given[key] and (isinstance(value, Tensor) or bool(value != given[key]))

@@ -139,6 +139,7 @@ def test_experts_over_tensor_or_part_of_data_axis_match_dense_model(world: World
     assert_same(world.run(WORLD[folding], train, folding, OPTIONS["zero2"]), expected)
 
 
+@pytest.mark.newest_torch
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("folded", "experts over half of data"), ("experts over tensor", "folded"), ("folded", "one")]

@@ -64,6 +64,7 @@ def torchs(count: int) -> Log:
     return log
 
 
+@pytest.mark.newest_torch
 def test_step_of_thousand_parameters_launches_no_more_kernels_than_torch() -> None:
     assert ours(1000).kernels <= torchs(1000).kernels
 

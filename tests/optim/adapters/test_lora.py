@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize("case", CASES)
 def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) -> None:
     layout, options = CASES[case]

@@ -98,6 +98,7 @@ def test_run_killed_in_training_resumes_bitwise_identically(
     assert_same_end(resumed, expected(case, tmp_path_factory), SAVE_AT)
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(("where", "start"), [("writing", SAVE_AT), ("renaming", SAVE_AT), ("removing", SAVE_AGAIN_AT)])
 def test_run_killed_while_saving_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, where: str, start: int

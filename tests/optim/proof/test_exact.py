@@ -317,7 +317,10 @@ def refused(names: Any, error: type[Exception]) -> str:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ({}, "the dense model has no parameter 'scale', the counterpart of scale; give the name of the counterpart with"),
+        (
+            {},
+            "the dense model has no parameter 'scale', the counterpart of scale; give the name of the counterpart with",
+        ),
         ({**NAMES, "shift": "norm.weight"}, "no rank has a counterpart of the dense model's norm.bias"),
         ({**NAMES, "shfit": "norm.bias"}, "names= contains shfit, which no rank's model has"),
     ],

@@ -224,6 +224,7 @@ def test_state_that_is_no_dict_on_one_rank_is_rejected_on_all_ranks(world: World
         assert changed == []
 
 
+@pytest.mark.newest_torch
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("model_was_loaded", [False, True])
 def test_corrupt_state_on_one_rank_is_rejected_on_all_ranks(world: World, model_was_loaded: bool) -> None:

@@ -320,6 +320,7 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         return trained(WHOLE_LAYOUTS[name], make, STATES[state])
 
 
+@pytest.mark.newest_torch
 @pytest.mark.parametrize(
     ("name", "make", "state"),
     [

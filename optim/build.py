@@ -546,7 +546,7 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 
 
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
-    """Return True if a CUDA graph is being captured, False otherwise."""
+    """Return True if a CUDA graph is being captured. Raise RuntimeError if ``not_captured()`` has reasons against it."""
     if not is_captured():
         return False
     if reasons := not_captured():
@@ -784,7 +784,7 @@ def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: s
 def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
     """Copy the fields of ``record`` that differ from their defaults into ``options``, with a DeprecationWarning.
 
-    If ``options`` has such a field, even with the same value, return a TypeError and change nothing.
+    If ``options`` has a value other than the default for such a field, return a TypeError and change nothing.
     """
     given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}

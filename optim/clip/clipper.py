@@ -82,9 +82,8 @@ class SkipVote:
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return (rejected, replicas_diverged), each 0-dim float32, for `GradStats`, from the votes of all ranks.
 
-        ``rejected`` is 1 if ``commit`` on any rank voted to skip the step; None without ``commit``. ``replicas_diverged``
-        is 1 if ``watch`` found different replicas; None without ``watch``.
-        ``sums`` has the sum of each field over all ranks.
+        ``rejected`` is None without ``commit``, and ``replicas_diverged`` is None without ``watch``. ``sums`` has the sum
+        of each field over all ranks.
         """
         rejected = None
         if self.commit is not None:

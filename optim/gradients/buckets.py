@@ -56,8 +56,8 @@ Eight half-precision elements are 16 bytes, which GPU kernels and collectives lo
 class Segment:
     """The contiguous elements of one parameter that lie in one rank's slice of a flat bucket.
 
-    The segment begins at element ``start`` of the flattened parameter, the one at ``position`` in the bucket, and at
-    element ``offset`` of the slice.
+    ``position`` is the index of the parameter in the bucket. In elements, ``start`` is the beginning of the segment in
+    the flattened parameter, and ``offset`` in the slice.
     """
 
     position: int

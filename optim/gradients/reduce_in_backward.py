@@ -217,7 +217,7 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
     """Return True if the model may issue collectives between ranks of which only some have a gradient of a parameter.
 
-    Such ranks may differ along ``axes`` and along large data axes, over which the model is assumed to issue
+    Such ranks may differ along ``axes`` and along data axes larger than 1, over which the model is assumed to issue
     collectives. Exception: an axis that only divides the batch (`Topology.is_batch_only_axis`), unless a spec names it.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}

@@ -86,7 +86,8 @@ class Triton:
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """Return the sum of |x|^p of each tensor, or for p = inf the largest |x|: [n] float64, on the tensors' device.
 
-        None: the kernels don't support p (integers from 1 to `MOST`, and inf), the dtypes or the class of a tensor.
+        None: p is neither an integer from 1 to `MOST` nor inf, or the dtypes or the class of a tensor are not
+        supported.
         """
         power = 0 if norm_type == inf else int(norm_type) if norm_type in range(1, MOST + 1) else None
         dtypes = {tensor.dtype for tensor in tensors}

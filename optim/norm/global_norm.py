@@ -403,10 +403,10 @@ class Units:
 
     @classmethod
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
-        """Return the units of a plan's parameters.
+        """Return the units of the parameters of a plan that has parameter names. An unknown region is None.
 
-        ``plan`` has parameter names, from `norm.plan_agreement.agree`. A region of None is not known; then this raises
-        ValueError if the full shape of the parameter is unknown too.
+        It raises ValueError if the full shape of a parameter is unknown, or if a parameter with two or more dims lacks
+        the given dim.
         """
         dims = tuple(
             _dim_of(name, shape, unit_dim)

@@ -141,10 +141,9 @@ class Summary:
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
     """Return this rank's plan ``make()``, completed by `agree` after a comparison of all ranks' plans.
 
-    ``make`` returns this rank's plan, without a collective. With ``names``, parameter names are also exchanged, so that
-    the returned plan has unique names. An error of ``make`` on any rank is raised on every rank.
+    ``make`` must not issue a collective; its error on any rank is raised on every rank. With ``names``, parameter names
+    are also exchanged, so that the returned plan has unique names.
     Collectives: an object all-gather, and the collectives of `agree`.
-    Host synchronization: yes.
     """
 
     def make_with_summary() -> tuple[ReductionPlan, Summary]:
@@ -157,18 +156,15 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
     """Return ``plan`` with the norm buckets, the element count and the parameter names of all ranks.
 
-    In the returned plan, ``full_shape`` is None for a parameter whose shards have unequal sizes, unless it was declared.
+    In the returned plan, ``full_shape`` is None for a parameter whose shards have unequal sizes, unless it was
+    declared.
 
-    Ranks of one pipeline stage must declare the same parameters in the same order. The name, the spec, the sizes of
-    unsharded dims, the dtype, the param group, and whether the parameter is frozen must be equal. For an owned
-    parameter this applies to its owner ranks only. For a tied parameter it applies to all ranks of its stages, but its
-    name may differ.
+    Ranks of one pipeline stage must declare the same parameters in the same order; otherwise ValueError is raised on
+    every rank. The name, the spec, the sizes of unsharded dims, the dtype, the param group, and whether the parameter
+    is frozen must be equal. For an owned parameter this applies to its owner ranks only. For a tied parameter it
+    applies to all ranks of its stages, but its name may differ.
 
-    Raises:
-        ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows
-            both declarations of the first such parameter, or both param groups if only the param groups differ.
     Collectives: one object all-gather, only if declarations or full shapes differ between ranks.
-    Host synchronization: only by the all-gather.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:

@@ -142,7 +142,8 @@ class SplitMasters(ParamTransform):
 
         Warn if this happened before each of `MANY_WRITES` consecutive steps.
 
-        It raises RuntimeError if a CUDA graph captures the step: each replay would set the remainder to 0.
+        If a weight was written and a CUDA graph captures the step, RuntimeError is raised: each replay would set the
+        remainder to 0.
         Host synchronization: none, except once if weights were written right after a load.
         """
         dropped = self._drop_written()

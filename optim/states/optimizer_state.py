@@ -110,10 +110,10 @@ def check_caller(
 ) -> None:
     """Raise ValueError if torch's state-dict functions called `state_dict`, and would save wrong states or none.
 
-    They look up the state of a model parameter by the parameter itself, so they don't find states of shards or master
-    weights, and save shards of different ranks as if they were replicas. Only the calling ``module`` shows that they
-    are used. ``makes_states`` is True if states exist, or if the step with zero gradients that torch's functions run
-    creates them.
+    These functions look up the state of a model parameter by the parameter itself. So they don't find states of shards
+    or master weights, and save shards of different ranks as if they were replicas. Only the calling ``module`` shows
+    that these functions are used. ``makes_states`` is True if states exist, or if the step with zero gradients that
+    torch's functions run creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
         return

@@ -342,9 +342,6 @@ def choose_sharded_axes(
     If the gradient must still be summed over some candidates, only these are used; otherwise all are used. Frozen and
     empty parameters are not sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be
     moved during backward.
-
-    ``axis`` and ``gradients`` are the arguments of `Sharded`. ``averages_data`` is True if meshstep averages gradients
-    over the data axes.
     """
     spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
@@ -663,7 +660,6 @@ class Shards(ParamTransform):
     def catch_up(self, window: Window) -> None:
         """Reduce all buckets if ``gradients=True`` and this rank ran no micro-batch in the window; else do nothing.
 
-        With ``gradients=True``, the gradients of the previous window must have been cleared.
         Collectives: one reduce-scatter per bucket whose gradients must be summed; with ``sum_order="fixed"`` one
             all-to-all instead.
         """

@@ -421,7 +421,7 @@ class Window:
 
         After an explicit clip, gradients are already divided. The result then only reports the loss scale.
 
-        ``facts`` and ``facts_of_tensors`` are the results of `number_of_facts`, whose second one is added to the first.
+        ``facts`` and ``facts_of_tensors`` are the results of `number_of_facts`; the second is added to the first.
         """
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.scaled_losses):  # else the field is not needed

@@ -107,7 +107,7 @@ class ParameterStates:
         )
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
-        """Return {mesh axes: dim that is sharded over them} per dim of the DTensor's mesh, without axes of size 1."""
+        """Return {mesh axes: tensor dim that they shard}, without axes of size 1. Items are dims of the DTensor's mesh."""
         dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.joint_dim_axes(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 

@@ -217,7 +217,7 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return about ``most`` points: the extremes of each interval, so that spikes stay, and all non-finite values."""
+    """Return about ``most`` points: each interval's smallest and largest, to keep spikes, and all non-finite values."""
     if len(points) <= most:
         return [*points]
     kept = set[int]()

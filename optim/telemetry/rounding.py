@@ -70,7 +70,7 @@ def compute_dtype(step: RecordedStep, name: str) -> str:
 
 
 def distance(a: Figures, b: Figures) -> float:
-    """Return the estimated distance of two tensors: 0 for equal hashes or two non-finite tensors, inf if one is finite."""
+    """Return the estimated distance of two tensors: 0 if hashes are equal or both are non-finite, inf if only one is."""
     if a.hash is not None and a.hash == b.hash:
         return 0.0
     if not (a.is_finite and b.is_finite):

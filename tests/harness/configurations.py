@@ -436,6 +436,8 @@ DIFFERING = {
     "weights": "the parameter differs",
 }
 
+# Layouts drawn more often than others: those where shards differ in the number of steps because their gradients are
+# summed over a single rank, where replicas share buckets with different parameters, and where a rank holds nothing.
 _OFTEN = [
     "folded",
     "two meshes of DTensors",

@@ -332,7 +332,7 @@ def go_on(case: Case, path: Path, device: str = "cpu") -> Report:
 def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry, device: str = "cpu") -> list[str]:
     """Pass a different option on one rank, and return the problems of this rank.
 
-    None if it raises an error that names the option, and changes nothing.
+    There are none if it raises an error that names the option, and changes nothing.
     """
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size

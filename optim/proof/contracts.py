@@ -225,7 +225,7 @@ class KnownParameter:
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
-        """Return True if ranks that differ only in their coordinate along ``axis`` have equal values of the parameter."""
+        """Return True if ranks that hold the parameter and differ only along ``axis`` have equal values of it."""
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 

@@ -55,6 +55,14 @@ def test_tree_sum_equals_recursive_reference_for_different_numbers_of_ranks(coun
         assert torch.equal(root_of(parts, count), wanted)
 
 
+def test_tree_sum_without_first_micro_batch_adds_the_others_in_the_order_of_the_tree() -> None:
+    one, tiny = torch.ones(1), torch.full((1,), 2.0**-24)  # 1 + 2^-24 + 2^-24 is 1 in float32, 1 + 2^-23 is not
+    parts = {Node(0, 1): one, Node(0, 2): tiny, Node(0, 3): tiny}
+    expected = one + (tiny + tiny)
+    assert torch.equal(root_of({node: value.clone() for node, value in parts.items()}, 4), expected)
+    assert not torch.equal((one + tiny) + tiny, expected)
+
+
 def test_tree_sum_with_missing_gradient_turns_negative_zero_into_zero() -> None:
     tree = TreeSum()
     tree.add(0, [torch.tensor([-0.0, 1.0]), None])

@@ -301,6 +301,20 @@ def test_registry_connect_error_names_the_missing_rank(tmp_path: Path) -> None:
     alone.close()
 
 
+def connect_with_unknown_axis_on_rank_1() -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        with pytest.raises(ValueError, match="unknown axis") as error:
+            registry.connect("row" if registry.global_rank else "data")
+        registry.connect("data")
+        return str(error.value)
+
+
+def test_registry_connect_error_on_one_rank_is_raised_on_every_rank(world: World) -> None:
+    first, second = world.run(2, connect_with_unknown_axis_on_rank_1)
+    assert first == f"rank 1: {second}"
+    assert "unknown axis 'row'" in second
+
+
 def test_registry_connect_in_one_process_only_checks_axis_names() -> None:
     ProcessGroupRegistry(Topology(data=1)).connect("data")
     with pytest.raises(ValueError, match="unknown axis 'tensor'"):

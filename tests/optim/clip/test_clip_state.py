@@ -37,7 +37,7 @@ from meshstep.optim import (
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from planted import LAYOUTS, Planted
 from probes import collectives, no_host_reads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from world import World
 
@@ -483,6 +483,13 @@ class ByWeightNorm(Clip):
 
     def factors(self, norms: Norms) -> Tensor:
         return (norms.weights[0] / norms.total).clamp(max=1.0)
+
+
+def test_clip_state_of_rule_that_needs_weight_norms_multiplies_gradients_by_its_factor() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([6.0, 8.0])
+    clip_grad_norm_([weight], ClipState(ByWeightNorm()), ProcessGroupRegistry(Topology()))
+    assert weight.grad.tolist() == pytest.approx([3.0, 4.0])
 
 
 @pytest.mark.parametrize(

@@ -409,6 +409,13 @@ def transformer(width: int, depth: int, vocab: int) -> list[tuple[int, ...]]:
     return [(vocab, width), (width, width), *block * depth, (width,), (width,)]
 
 
+MODELS: dict[str, list[tuple[int, ...]]] = {
+    "1,000 parameters of 64 elements": [(64,)] * 1000,
+    "30M-parameter transformer": transformer(512, 9, 3072),
+    "350M-parameter transformer": transformer(1024, 24, 50_304),
+}
+
+
 def hardware(device: torch.device) -> str:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if device.type != "cuda":
@@ -432,11 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("this needs a GPU, and torch finds none; --device cpu --quick tries the file itself", file=sys.stderr)
         return WITHOUT_GPU
     device, rounds = torch.device(options.device), 3 if options.quick else 30
-    models: dict[str, list[tuple[int, ...]]] = {
-        "1,000 parameters of 64 elements": [(64,)] * 1000,
-        "30M-parameter transformer": transformer(512, 9, 3072),
-        "350M-parameter transformer": transformer(1024, 24, 50_304),
-    }
+    models = MODELS
     if options.quick:
         models = {"100 parameters of 64 elements": [(64,)] * 100, "a transformer's layer": transformer(128, 1, 512)}
     copy = copy_rate(device, 2**22 if options.quick else 2**30, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "STAGES.md"
+SPEED = PAGE.with_name("SPEED.md").read_text()
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
     pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 benchmark: Any = importlib.import_module("benchmarks.launches")
+timed: Any = importlib.import_module("benchmarks.gpu")
 ROWS = [
     line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.split("`")[1] in benchmark.CASES
 ]
@@ -34,3 +37,21 @@ def test_launch_table_figures_match_counted_launches_and_bytes(line: str) -> Non
         if counted:
             written_number, number = (int(cell.strip().replace(",", "")) for cell in (written, counted))
             assert abs(written_number - number) <= (1 if index % 2 else 0.03 * number), f"{line}: counted {counted}"
+
+
+def test_speed_page_repeats_kernels_of_muon_in_launch_table() -> None:
+    (line,) = [line for line in ROWS if line.startswith("| `Muon`")]
+    assert f"estimates {line.split('|')[4].strip()} for `Muon`" in SPEED
+
+
+@pytest.mark.slow
+def test_estimate_of_kernels_of_muon_on_speed_page_matches_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks.gpu` gives all matrices of the transformer to Muon."""
+    found = re.search(r"For the\s+(\d+)\s+matrices of this\s+one, the same estimate is (\d+);", SPEED)
+    assert found is not None
+    matrices, kernels = map(int, found.groups())
+    shapes = [shape for shape in timed.MODELS["30M-parameter transformer"] if len(shape) == 2]
+    monkeypatch.setattr(benchmark, "shapes_of", lambda *_: {f"{i}.weight": shape for i, shape in enumerate(shapes)})
+    log, _ = benchmark.count(benchmark.CASES["Muon"])
+    assert len(shapes) == matrices
+    assert abs(log.kernels - kernels) <= 0.03 * kernels

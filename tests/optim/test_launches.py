@@ -123,12 +123,13 @@ def test_stochastic_rounding_launches_one_random_kernel_per_parameter(
     assert [name for name in few if "random" not in name] == [name for name in many if "random" not in name]
 
 
-@pytest.mark.parametrize("name", ["Muon", "LAMB", "LARS", "StableAdamW"])
+@pytest.mark.parametrize("name", ["Muon", "LAMB", "LARS", "StableAdamW", "Adafactor", "CAME", "SOAP", "Shampoo"])
 def test_number_of_launches_of_full_tensor_optimizer_is_independent_of_parameter_count(name: str) -> None:
     benchmark: Any = importlib.import_module("benchmarks.launches")
     few, many = (benchmark.count(benchmark.CASES[name], width=16, layers=layers)[0] for layers in (2, 6))
     assert few.launches == many.launches
-    assert few.waits == many.waits == []
+    if name not in ("SOAP", "Shampoo"):  # these read step counts on the host
+        assert few.waits == many.waits == []
 
 
 if __name__ == "__main__":

@@ -711,50 +711,92 @@ def _number(key: str) -> int | None:
     return int(found[2]) if found else None
 
 
+@dataclass(frozen=True)
+class CountsOnHost:
+    """The step counts of several tensors of one GPU, which are being copied to the host.
+
+    Args:
+        counts: Pinned memory, [number of tensors] float64.
+        arrived: The event that is recorded after the copy.
+    """
+
+    counts: Tensor
+    arrived: torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class SeenCount:
+    """The step count of a tensor at the end of a step.
+
+    Args:
+        count: The step count on the GPU.
+        version: Its version counter.
+        copies: The copies that contain the count.
+        index: The index of the count in the copies.
+    """
+
+    count: Tensor
+    version: int
+    copies: CountsOnHost
+    index: int
+
+
 class StepsTaken:
     """Reads the step counts of stepped tensors on the host, without waiting for the current step.
 
-    At the end of a step, `note` starts asynchronous copies of the counts from the GPU to the host. In the next step,
+    At the end of a step, `note` starts an asynchronous copy of the counts of each GPU to the host. In the next step,
     `of` waits for these copies only. If a count was replaced or changed in between, for example by a load, `of` reads
     it from the GPU.
     """
 
     def __init__(self) -> None:
-        # {position: (step count on the GPU, version counter of this tensor, its index in `_copies[device]`)}
-        self._seen: dict[int, tuple[Tensor, int, int]] = {}
-        self._copies: dict[torch.device, Tensor] = {}
-        self._arrived: dict[torch.device, torch.cuda.Event] = {}
+        self._seen: dict[int, SeenCount] = {}  # by position
+        # The positions of the counts in the last copy from each GPU, and its buffer.
+        self._last: dict[torch.device, tuple[list[int], Tensor]] = {}
 
-    def of(self, slot: Slot) -> int:
-        """Return the number of steps that ``slot`` has taken before the current step.
+    def of(self, slots: Sequence[Slot]) -> dict[int, int]:
+        """Return {position: number of steps that the slot has taken before the current step}.
 
-        Host synchronization: if the count is on a GPU, the host waits for the end of the previous step. In the first
-            step, and in the first step after a load, it waits for all work in the current stream.
+        Host synchronization: the host waits once per GPU for the end of the previous step. In the first step, and in the
+            first step after a load, it waits once per GPU for all work in the current stream.
         """
-        count, seen = slot.state["step"], self._seen.get(slot.position)
-        if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
-            return _number_in(count.detach().cpu())
-        self._arrived[count.device].synchronize()
-        return _number_in(self._copies[count.device][seen[2]])
+        found: dict[int, int] = {}
+        copied: dict[int, list[float]] = {}
+        on_device: list[Slot] = []
+        for slot in slots:
+            count, seen = slot.state["step"], self._seen.get(slot.position)
+            if seen is None or seen.count is not count or seen.version != count._version:
+                on_device.append(slot)
+                continue
+            if id(seen.copies) not in copied:
+                seen.copies.arrived.synchronize()
+                copied[id(seen.copies)] = seen.copies.counts.tolist()
+            found[slot.position] = int(copied[id(seen.copies)][seen.index])
+        for of_device in batching.grouped(on_device, lambda slot: slot.state["step"].device).values():
+            numbers = zip(of_device, _stacked_counts(of_device).tolist(), strict=True)
+            found.update({slot.position: int(number) for slot, number in numbers})
+        return found
 
     def note(self, slots: Sequence[Slot]) -> None:
-        """Start copying the step counts of ``slots`` from the GPU to the host. Call it after the step's last update."""
+        """Start copying the step counts of ``slots`` from GPUs to the host. Call it after the step's last update."""
         on_gpus = [slot for slot in slots if slot.state["step"].is_cuda]
         for device, of_device in batching.grouped(on_gpus, lambda slot: slot.state["step"].device).items():
-            counts: list[Tensor] = [slot.state["step"] for slot in of_device]
-            copy = self._copies.get(device)
-            if copy is None or len(copy) != len(counts):
-                copy = self._copies[device] = torch.empty(len(counts), dtype=torch.float64, pin_memory=True)
-            copy.copy_(torch.stack(counts).double(), non_blocking=True)
-            for index, (slot, count) in enumerate(zip(of_device, counts, strict=True)):
-                self._seen[slot.position] = count, count._version, index
-            event = self._arrived[device] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            positions, (before, buffer) = [slot.position for slot in of_device], self._last.get(device, (None, None))
+            # A tensor that this step does not step has its count in the previous buffer, which must then not be written.
+            if buffer is None or before != positions:
+                buffer = torch.empty(len(positions), dtype=torch.float64, pin_memory=True)
+                self._last[device] = positions, buffer
+            copies = CountsOnHost(buffer, torch.cuda.Event())
+            copies.counts.copy_(_stacked_counts(of_device), non_blocking=True)
+            copies.arrived.record(torch.cuda.current_stream(device))
+            for index, slot in enumerate(of_device):
+                count = slot.state["step"]
+                self._seen[slot.position] = SeenCount(count, count._version, copies, index)
 
 
-def _number_in(count: Tensor) -> int:
-    number: Any = count.tolist()
-    return int(number)
+def _stacked_counts(slots: Sequence[Slot]) -> Tensor:
+    """Return the step counts of slots of one device, [number of slots] float64."""
+    return torch.stack([slot.state["step"].detach() for slot in slots]).double()
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:

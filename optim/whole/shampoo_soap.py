@@ -396,7 +396,7 @@ class Shampoo(PreconditionedOptimizer):
         super().__init__(params, defaults, blocks, factor_dtype)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        taken = {slot.position: self.taken.of(slot) for slot in slots}
+        taken = self.taken.of(slots)
         found = self.directions(slots, taken)
         is_together = {slot.position: slot.is_batched and slot.group["grafting"] == "adam" for slot in slots}
         yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found)
@@ -573,7 +573,7 @@ class SOAP(PreconditionedOptimizer):
         super().__init__(params, defaults, blocks, factor_dtype)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        taken = {slot.position: self.taken.of(slot) for slot in slots}
+        taken = self.taken.of(slots)
         found = self.directions(slots, taken)
         is_together = {slot.position: slot.is_batched and self._has_positive_rate(slot) for slot in slots}
         yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found, taken)

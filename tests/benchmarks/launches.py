@@ -34,7 +34,7 @@ from meshstep.amp.stochastic_rounding import Drawn
 from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, HalfStates, Muon, ParallelOptimizer, Shampoo, StableAdamW
 from meshstep.optim.states import half_states, masters
 from meshstep.optim.whole import batching
-from meshstep.optim.whole import optimizer as of_whole
+from meshstep.optim.whole.optimizer import StepsTaken, WholeOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from set_gradients import setting_gradients
 from torch import nn
@@ -109,7 +109,9 @@ def count(case: Case, together: bool = True, width: int = 128, layers: int = 8, 
     with ExitStack() as stack:
         logging = stack.enter_context(fake_cuda(collectives_on=torch.device("cpu")))
         # Fake tensors have no elements, so SOAP and Shampoo get the step count 5, at which they compute no new basis.
-        stack.enter_context(mock.patch.object(of_whole, "_number_in", return_value=5))
+        stack.enter_context(
+            mock.patch.object(StepsTaken, "of", lambda _, slots: dict.fromkeys((slot.position for slot in slots), 5))
+        )
         if not together:
             stack.enter_context(mock.patch.object(batching, "batches_on", return_value=False))
         for module in (half_states, masters) if case.triton else ():
@@ -146,7 +148,7 @@ def figures(log: Log, numel: int) -> list[str]:
 def row(name: str, width: int = 128, layers: int = 8) -> str:
     case = CASES[name]
     cells = figures(*count(case, True, width, layers))
-    is_full = issubclass(type(case.make([("w", nn.Parameter(torch.ones(2, 2)))])), of_whole.WholeOptimizer)
+    is_full = issubclass(type(case.make([("w", nn.Parameter(torch.ones(2, 2)))])), WholeOptimizer)
     before = figures(*count(case, False, width, layers)) if is_full else ["", ""]
     return f"| {' | '.join([f'`{name}`', *before, *cells])} |".replace("  ", " ")
 

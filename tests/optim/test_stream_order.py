@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cuda import innermost_calls
 from gathered_objects import objects_gathered_by, said_by_all
 from loops import using
 from meshstep.amp import Bf16
@@ -613,6 +614,48 @@ def test_step_counts_allocate_pinned_memory_once(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             taken.note(slots)
     assert len(pinned) == 1
+
+
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+def test_step_of_preconditioned_optimizer_waits_once_for_all_step_counts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step also checks gradients on the host."""
+    calls: list[str] = []
+    by_step: list[list[str]] = []
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        wait = simulation.wait
+        monkeypatch.setattr(simulation, "wait", lambda clock: calls.append(innermost_calls()) or wait(clock))  # type: ignore[func-returns-value]
+        for _ in RUNS[name].iterate(SECOND):
+            by_step.append(calls[:])
+            calls.clear()
+    assert [len(waits) for waits in by_step[1:]] == [1] * (RUNS[name].steps - 1)
+    assert all("whole/optimizer.py" in wait for waits in by_step[1:] for wait in waits)
+    assert len([wait for wait in by_step[0] if "whole/optimizer.py" in wait]) == 1
+
+
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("optimizer", [SOAP, Shampoo])
+def test_step_counts_on_host_are_right_after_a_step_without_some_gradients(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Without `ParallelOptimizer`, a step changes only parameters with gradients."""
+
+    def weights_on(device: torch.device) -> list[Tensor]:
+        params = [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3).to(device)) for _ in range(3)]
+        stepped = optimizer(params, lr=0.01)
+        for step, with_gradient in enumerate([(0, 1, 2), (1,), (1, 2), (0, 1), (0, 1, 2)]):
+            for index in with_gradient:
+                params[index].grad = torch.full((2, 3), math.sin(step + index), device=device)
+            stepped.step()
+            stepped.zero_grad()
+        return [param.detach().cpu() for param in params]
+
+    with simulated_cuda() as simulation:
+        weights = weights_on(SECOND)
+    assert simulation.findings == []
+    torch.testing.assert_close(weights, weights_on(CPU))
 
 
 def saved(device: torch.device) -> tuple[Snapshot, Tensor]:

@@ -43,7 +43,7 @@ def ddp_over_world(topology: Topology, remedy: str) -> None:
         (Topology(data=2, tensor=2), r"process_group=registry.group\('data'\)"),
         (Topology(tensor=2, data=2), r"process_group=registry.group\('data'\)"),
         (Topology(dp=2, cp=1, pipe=2), r"process_group=registry.group\('dp', 'cp'\)"),
-        (Topology(tensor=4), "give no DistributedDataParallel"),
+        (Topology(tensor=4), "and don't wrap it with DistributedDataParallel"),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from meshstep.amp.stochastic_rounding import (
 )
 from meshstep.optim.kernels.rounding_noise import noise_of, philox
 from rounding_cases import BF16, values
+from torch import Tensor
 
 # The noise ------------------------------------------------------------------------------------------------------------
 
@@ -73,3 +74,18 @@ def test_tensors_not_supported_by_rounding_kernel_are_rounded_by_torch() -> None
     expected = torch.empty(50, dtype=BF16)
     stochastic_round_(expected, sources[1], torch.Generator().manual_seed(drawn[1].noise.generator_seed))
     assert torch.equal(pairs[1][0], expected)
+
+
+def test_drawn_noise_of_a_parameter_does_not_depend_on_parameters_rounded_with_it() -> None:
+    def rounded(names: str) -> dict[str, Tensor]:
+        pairs = {}
+        for name in names:
+            source = torch.randn(50 + ord(name), generator=torch.Generator().manual_seed(ord(name)))
+            pairs[name] = torch.zeros(len(source), dtype=BF16), source
+        round_all_([Drawn(Noise(1, 2, name), [pair]) for name, pair in pairs.items()], 10**6, None)
+        return {name: target for name, (target, _) in pairs.items()}
+
+    together = rounded("abc")
+    for names in ("a", "b", "cb", "ca"):
+        for name, target in rounded(names).items():
+            assert torch.equal(target, together[name])

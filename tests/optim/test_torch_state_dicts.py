@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch_optimizers import (
     Kind,
@@ -110,6 +111,26 @@ def test_state_dicts_of_older_torch_versions_load_as_in_torch(wrap: Wrap, name: 
 
     for kind in kinds_of(name):
         assert same(run(kind, wrapped=True), run(kind, wrapped=False)), kind
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        (5, 1.0, r"a key of param_groups\[0\] is 5"),
+        ("maximize", 3, r"param_groups\[0\]\['maximize'\] is 3"),
+        ("lr", -1.0, r"param_groups\[0\]\['lr'\] is -1.0"),
+    ],
+)
+def test_loading_param_group_with_invalid_key_or_value_raises_and_keeps_settings(
+    name: object, value: object, told: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), ProcessGroupRegistry(Topology()))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=told):
+        optimizer.load_state_dict(saved)
+    assert name not in optimizer.param_groups[0] or optimizer.param_groups[0][name] != value  # type: ignore[index]
 
 
 # Hooks ------------------------------------------------------------------------------------------------------------------

@@ -167,7 +167,9 @@ def _working_on(device: torch.device, sample: torch.Tensor) -> Triton | None:
             log.info("GPU kernels: torch's (TRITON_INTERPRET=1 is set, and Triton's interpreter runs on the CPU)")
             return None
         powers = kernels.powers([sample], 2.0)
-        problem = "" if powers is not None and powers.tolist() == [45.0] else "a sum of squares was wrong"
+        problem = (
+            "" if powers is not None and powers.tolist() == [9.0 * sample.numel()] else "a sum of squares was wrong"
+        )
     except ImportError as error:
         log.info("GPU kernels: torch's (triton can't be imported: %s)", error)
         return None

@@ -130,7 +130,7 @@ def test_loading_param_group_with_invalid_key_or_value_raises_and_keeps_settings
     saved["param_groups"][0][name] = value
     with pytest.raises(ValueError, match=told):
         optimizer.load_state_dict(saved)
-    assert name not in optimizer.param_groups[0] or optimizer.param_groups[0][name] != value  # type: ignore[index]
+    assert name not in optimizer.param_groups[0] or optimizer.param_groups[0][name] != value
 
 
 # Hooks ------------------------------------------------------------------------------------------------------------------

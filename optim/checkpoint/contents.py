@@ -332,6 +332,24 @@ def is_scalar(key: str, value: Tensor, region: Region) -> bool:
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
 
 
+def scalars_on_host(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return optimizer states, by position and key, with all 0-dim tensors on the CPU.
+
+    Host synchronization: one per device and dtype of the 0-dim tensors.
+    """
+    found = {position: dict(state) for position, state in states.items()}
+    places: dict[tuple[torch.device, torch.dtype], list[tuple[int, str]]] = {}
+    for position, state in found.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_cpu:
+                places.setdefault((value.device, value.dtype), []).append((position, key))
+    for at in places.values():
+        numbers = torch.stack([found[position][key].detach() for position, key in at]).cpu()
+        for (position, key), number in zip(at, numbers.unbind(), strict=True):
+            found[position][key] = number
+    return found
+
+
 def place_of(region: Region) -> Place:
     return region.spans, region.start, region.stop
 
@@ -563,7 +581,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
 
     Raise ValueError if a state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
 
-    Host synchronization: one per undeclared buffer, and one per scalar optimizer state, that is on a device.
+    Host synchronization: one per undeclared buffer on a device, and those of `scalars_on_host`.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
     record = RankRecord()
@@ -574,8 +592,9 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         names = state.names_in(group)
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         record.groups.append((sorted(set(names)), hyper))
+    states = scalars_on_host(state.tensors)
     for position, stepped in state.stepped.items():
-        kept, part = state.tensors.get(position, {}), stepped.whole
+        kept, part = states.get(position, {}), stepped.whole
         shared = {key: value for key, value in kept.items() if part is not None and part.is_whole_state(key)}
         for key, value in shared.items():
             if not isinstance(value, Tensor):

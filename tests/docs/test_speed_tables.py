@@ -83,6 +83,7 @@ ELSEWHERE = {
     "gpu": "test_gpu_suite.py",
     "peers": "../interop/test_peers_table.py",
     "registers": "test_register_table.py",
+    "transfers": "test_transfer_table.py",
 }
 
 

@@ -128,8 +128,7 @@ def test_number_of_launches_of_full_tensor_optimizer_is_independent_of_parameter
     benchmark: Any = importlib.import_module("benchmarks.launches")
     few, many = (benchmark.count(benchmark.CASES[name], width=16, layers=layers)[0] for layers in (2, 6))
     assert few.launches == many.launches
-    if name not in ("SOAP", "Shampoo"):  # these read step counts on the host
-        assert few.waits == many.waits == []
+    assert few.waits == many.waits == []
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from meshstep.optim import (
     ZClip,
 )
 from meshstep.optim.checkpoint import save
-from meshstep.optim.checkpoint.contents import SavedTensor
+from meshstep.optim.checkpoint.contents import SavedTensor, scalars_on_host
 from meshstep.optim.checkpoint.save import Snapshot
 from meshstep.optim.gradients.buckets import NoCompression
 from meshstep.optim.gradients.reduce_in_backward import InFlight
@@ -686,6 +686,32 @@ def test_simulation_finds_checkpoint_copy_read_before_its_event() -> None:
         (part,) = copy.tensors["weight"].parts.values()
         assert part.isnan().all()
     assert any(re.match("the host reads pinned memory", finding) for finding in simulation.findings)
+
+
+def test_scalar_states_are_copied_to_the_host_with_one_wait_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(device: torch.device) -> dict[int, dict[str, Any]]:
+        return {
+            position: {
+                "step": torch.tensor(position + 0.5).to(device),
+                "rate": torch.tensor(position + 0.1, dtype=torch.float64).to(device),
+                "moment": torch.ones(2, 3).to(device),
+                "name": "a",
+            }
+            for position in (4, 9)
+        }
+
+    waits: list[object] = []
+    with simulated_cuda(collectives_on=SECOND) as simulation:
+        before = states(SECOND)
+        wait = simulation.wait
+        monkeypatch.setattr(simulation, "wait", lambda clock: waits.append(clock) or wait(clock))  # type: ignore[func-returns-value]
+        found = scalars_on_host(before)
+        assert len(waits) == 2
+    for position, state in states(CPU).items():
+        assert list(found[position]) == list(state)
+        for key in ("step", "rate"):
+            assert torch.equal(found[position][key], state[key])
+        assert found[position]["moment"] is before[position]["moment"]
 
 
 NAN_READ = pytest.raises(ValueError, match="cannot convert float NaN to integer")

@@ -11,7 +11,7 @@ import pytest
 from interpreted import why_no_triton
 
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "STAGES.md").read_text()
-SECTION = PAGE.partition("\n### Registers and memory accesses\n")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("\n### Registers and memory accesses\n")[2].partition("\n##")[0]
 TABLE = [[cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if line[:1] == "|"]
 ROWS = TABLE[2:]
 VERSION = re.search(r"Triton (\d+\.\d+\.\d+)", SECTION)

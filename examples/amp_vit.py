@@ -89,7 +89,7 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide the model's sizes, there are no
+        ValueError: No layers support the axes of the topology, its sizes do not divide the model's sizes, there are no
             images, or a checkpoint does not fit.
     """
 
@@ -142,7 +142,10 @@ class Trainer:
             yield from zip(images.chunk(count), labels.chunk(count), strict=True)
 
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's shard of its data rank's batch: patches and labels."""
+        """Shard a batch over the model axes, and return this rank's patches and labels.
+
+        Ranks with equal data coordinates pass the same batch.
+        """
         patches = rearrange(images, "n c (row p) (col q) -> n (row col) (p q c)", p=PATCH, q=PATCH)
         rows, columns = self.layers.input_axes
         patches = shard(patches, P(rows, None, columns), self.registry)

@@ -67,8 +67,8 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There is no checkpoint of the base model, or the sizes of the topology do not divide the
-            model's sizes.
+        ValueError: The topology has an axis over which `GPT` can't be sharded, its sizes do not divide the model's
+            sizes, or there is no checkpoint of the base model.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:

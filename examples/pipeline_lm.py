@@ -178,8 +178,7 @@ class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide the model's sizes, or a checkpoint
-            does not fit.
+        ValueError: The sizes of the topology do not divide the model's sizes, or a checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:

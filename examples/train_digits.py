@@ -114,8 +114,8 @@ class Trainer:
     """Model, optimizer and schedule of one run, and a record of its steps.
 
     Raises:
-        ValueError: There are no layers for the topology, its sizes do not divide the test samples or the sizes of the
-            model, a checkpoint does not fit, or a flag needs a GPU or another optimizer.
+        ValueError: No layers support the axes of the topology, its sizes do not divide the test samples or the sizes of
+            the model, a checkpoint does not fit, or a flag needs a GPU or another optimizer.
     """
 
     dtype = torch.float32

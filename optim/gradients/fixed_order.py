@@ -224,10 +224,11 @@ class _Bucket(NamedTuple):
 
 
 class FixedOrderSum:
-    """Sums gradients over the micro-batches of all data ranks in the order of the tree.
+    """Sums gradients over the micro-batches of all data ranks, in the order of a binary tree (see the module).
 
-    The buckets in ``sliced`` have some of ``params``; each receives a slice of the sum, and its parameters get no
-    gradients. Other parameters share buffers of up to ``bucket_bytes`` (None: 8 MiB).
+    Each bucket in ``sliced`` contains a subset of ``params``. It receives this rank's slice of the sum, and its parameters
+    get no gradients. Other parameters share buffers of up to ``bucket_bytes`` (None: 8 MiB). A larger parameter gets a
+    buffer of its own.
     """
 
     def __init__(

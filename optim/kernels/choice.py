@@ -1,12 +1,13 @@
 """Choice of the kernels for gradient norms, optimizer updates and stochastic rounding: meshstep's own or torch's.
 
-    "auto"    on a CPU the compiled kernels (`native`) if they are installed; on an NVIDIA GPU the Triton kernels
-              (`triton`) if they compile and run there; otherwise torch's
+    "auto"    on a CPU the compiled kernels (`native`) if they are installed; on an NVIDIA GPU of compute capability 8.0
+              (`OLDEST`) or higher the Triton kernels (`triton`) if they compile and run there; otherwise torch's
     "torch"   torch's kernels on every device
-    "triton"  on a GPU the Triton kernels, or an error if they don't run there; on a CPU as "auto"
+    "triton"  on a GPU the Triton kernels, or an error if they don't run there; on a CPU the same kernels as "auto"
 
-With "triton" and the environment variable ``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then
-the compiled kernels are not used, and GPUs use torch's kernels.
+"triton" needs the package triton on every rank, also on ranks without a GPU. With "triton" and the environment variable
+``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then the compiled kernels are not used, and GPUs
+use torch's kernels.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Tables:
         return found
 
     def _reserve(self) -> None:
-        with suppress(RuntimeError):  # too little pinned memory: a capture raises an error
+        with suppress(RuntimeError):  # if pinned memory can't be allocated, a later capture raises an error
             self._for_graphs = torch.empty(CAPTURES * self._needed, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _cut(self, numels: array[int], size: int, device: torch.device) -> Chunks:

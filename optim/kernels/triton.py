@@ -26,7 +26,7 @@ from .device_constants import Tables
 from .memory import PLAIN, in_memory_order
 from .native import DTYPES, Kind, PointerColumns
 
-MOST = 11  # largest supported integer p; from p = 12 (`norm.powers.HIGH`) on, the caller does not use these kernels
+MOST = 11  # largest supported finite p (integers only). For `norm.powers.HIGH` = 12 <= p < inf, callers use other code
 
 
 @dataclass(frozen=True)

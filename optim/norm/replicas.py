@@ -482,7 +482,8 @@ def _varies(tensor: Tensor) -> Tensor:
 # A tensor is read as words w_i: its elements as integers, where a 64-bit element gives two 32-bit words. The hash is
 # ``sum of w_i r_i`` modulo 2^64, with fixed odd numbers r_i that depend on the position only. One flipped bit changes
 # w_i by a power of two below 2^32, and the sum by an odd multiple of it. Such a change is never 0 modulo 2^64, so with
-# ``exact`` one flipped bit is always detected. Any other difference cancels about once in 2^32.
+# ``exact`` one flipped bit is always detected. Any other difference cancels at most about once in 2^32. The worst case is a
+# difference in the top bits of 32-bit words only.
 #
 # `splitmix64_finalizer`, a permutation of 64-bit integers, is then applied to the sum, so that differences of several
 # replicas do not cancel each other. The result is split into two 32-bit numbers, because sums of such numbers over a

@@ -35,7 +35,8 @@ Names = Mapping[str, Counterpart] | Callable[[str], Counterpart]
 
 MOST_LINES = 10
 _ORDER = ("the gradient of", "the norm of the gradients", "parameter")
-# Allowed errors, relative to the largest element of the dense tensor. In float64, 1e-10 is 450,000 rounding errors.
+# Allowed errors, relative to the largest element of the dense tensor. In float64, 1e-10 is 450,000 times the machine
+# epsilon.
 _RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 

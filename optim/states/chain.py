@@ -138,9 +138,10 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 #
 # The last tensor is the stepped tensor. Transforms at `Position.STATE` and `Position.UPDATE` replace no tensor.
 #
-# At the end of an accumulation window, gradients move from left to right: in `pull_grads`, or from a copy on the CPU on,
-# in `step`. After the update, weights move from right to left (`step`, `write_back`). A transform handles only its own
-# replacements; `TransformChain` calls the transforms in the right order.
+# At the end of an accumulation window, `pull_grads` moves gradients from left to right. With a copy on the CPU,
+# `pull_grads` stops at the tensor before the copy; `step` moves gradients to the copy and beyond. After the update, weights
+# move from right to left (`step`, `write_back`). A transform handles only its own replacements; `TransformChain` calls the
+# transforms in the right order.
 
 
 @renamed_members(CUT="SHARD")

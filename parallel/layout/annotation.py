@@ -125,8 +125,9 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         rules: Layout per full name or pattern. None: only store the names; every parameter must have a layout already.
     Raises:
         ValueError: A rule matches no parameter; a parameter has no layout, and no rule matches it; two equally specific
-            rules give a parameter different layouts; a pattern gives a parameter another layout than a rule of an
-            earlier call, other than ``"*"``; or a spec has more entries than its parameter has dims.
+            rules give a parameter different layouts; a pattern contradicts the layout that an earlier call set by a
+            rule (a rule ``"*"`` of an earlier call may be overridden); or a spec has more entries than its parameter
+            has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())

@@ -425,6 +425,6 @@ def test_master_weights_compare_weights_only_after_write_by_other_code() -> None
     with mock.patch.object(torch, "equal", side_effect=AssertionError("compared")):
         train(model, optimizer, masters, range(3))
         with torch.no_grad():
-            model.first.bias.mul_(1)  # another write makes the next step compare
+            model.first.bias.mul_(1)  # a write by other code makes the next `collect` compare
         with pytest.raises(AssertionError, match="compared"):
             masters.collect()

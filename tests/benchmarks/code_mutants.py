@@ -118,7 +118,7 @@ class Fault:
         return self.file, " ".join(self.old.split()), " ".join(self.new.split())
 
     def apply(self, text: str) -> str:
-        """Return ``text`` of the module with the fault."""
+        """Return ``text``, the module's source, with the fault applied."""
         at = text.index(self.old) if self.at is None else self.at
         return text[:at] + self.new + text[at + len(self.old) :]
 

@@ -166,9 +166,9 @@ class DenseRun:
             if self.case.has(name, number - 1):
                 value = written_to(self.case, name).flatten()
                 if is_moved:
-                    # With split masters, the optimizer keeps the low 16 bits (remainders) of a shard in new memory only if
-                    # no weight of the shard changed. The shards are unknown here, so an unchanged weight may have kept its
-                    # remainder or lost it.
+                    # If a shard was moved to new memory, the optimizer keeps its remainders (the low 16 bits of split
+                    # masters) only if none of its weights changed. The shards are unknown here, so an unchanged weight
+                    # may have kept its remainder or lost it.
                     is_equal = param.value.bfloat16().double() == value
                     if is_equal.all():
                         continue

@@ -221,7 +221,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = (x @ self.router.t()).softmax(-1)
         chosen = scores.argmax(-1)
-        # Every token is sent to both ranks, as zeros where it is not chosen: all ranks exchange equal numbers of rows.
+        # Every token is sent to both experts, as zeros to the one that was not chosen, so that all ranks exchange equal
+        # numbers of rows.
         sent = torch.cat([x * (chosen == expert).unsqueeze(1) for expert in range(2)])
         rows = all_to_all(sent, self.registry, "expert", split_dim=0)
         back = all_to_all(torch.tanh(rows @ self.up[0] + self.bias[0]), self.registry, "expert", split_dim=0)

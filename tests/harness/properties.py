@@ -147,7 +147,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
 
 
 def default_cases(items: Sequence[Item]) -> list[Item]:
-    """Return the cases of the default run; the other cases are slow.
+    """Return the cases of the default run; the caller marks the other cases as ``slow``.
 
     A test without ranks keeps all cases, and a test with ranks keeps `CASES_OF_A_TEST`. A test in a file of
     `STARTS_PROCESSES` keeps one case. The marker ``default_cases(count)`` sets another number for one test.

@@ -134,7 +134,7 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
     return found
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(("name", "number"), [("step", 3), ("save_checkpoint", 1), ("clip_grad_by_norm", 1)])
 def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
     name: str, number: str, waited: Ended
@@ -151,7 +151,7 @@ def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
     assert other == ""
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("name", IN_A_MODEL)
 def test_timeout_error_of_model_collective_shows_code_that_other_rank_executes(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
@@ -342,7 +342,7 @@ def raising(error: BaseException) -> Call:
     return call
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("outer", ["window", "backward"])
 @pytest.mark.parametrize("inner", ["step", "window"])
 def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str, inner: str) -> None:
@@ -357,7 +357,7 @@ def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str,
     assert f"since call 2 of {outer} raised RuntimeError, but at" in said()
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("error", [ValueError("of its own"), KeyboardInterrupt(), SystemExit(1)])
 @pytest.mark.parametrize("name", ["step", "window"])
 def test_activity_report_contains_the_outcome_of_the_last_call(

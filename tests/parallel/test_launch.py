@@ -90,7 +90,7 @@ def test_init_distributed_without_launcher_makes_a_world_of_one_process(environm
         assert registry.group("tensor") is world_group
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("variables", [torchrun(0, 1), openmpi(0, 1), slurm(0, 1)])
 def test_world_of_one_rank_needs_no_reachable_master_address(
     environment: Callable[[Mapping[str, str]], None], variables: dict[str, str]
@@ -175,7 +175,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -229,14 +229,14 @@ def test_default_port_differs_between_most_slurm_jobs() -> None:
     assert read_environment(slurm(0)).port == read_environment(slurm(1)).port
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_error_names_missing_torchrun_variable(missing: str) -> None:
     with pytest.raises(RuntimeError, match=rf"torchrun needs {missing}\."):
         read_environment(without(torchrun(0), missing))
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -295,7 +295,7 @@ def test_explicit_launcher_overrides_detection() -> None:
         read_environment({}, "srun")  # type: ignore[arg-type]
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -359,7 +359,7 @@ def test_init_distributed_chooses_device_by_local_rank(
         init_distributed()
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_init_distributed_binds_default_group_to_the_chosen_device(
     gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
@@ -437,7 +437,7 @@ def test_dist_logger_before_init_distributed_reads_rank_from_environment(
         logging.getLogger("meshstep.test").removeHandler(handler)
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("nodes", "restarts", "prefix"),
     [

@@ -200,7 +200,7 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
         ), (name, text)
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("test", "texts"),
     [

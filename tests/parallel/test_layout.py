@@ -275,8 +275,9 @@ def test_each_block_of_a_fused_tensor_is_sharded_separately(world: World) -> Non
     assert world.run(4, pieces, P(blocks("row", 2))) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
     assert world.run(4, pieces, P(blocks("row", (2, 1, 1)))) == [[0, 1, 4, 6]] * 2 + [[2, 3, 5, 7]] * 2
     assert world.run(4, pieces, P(blocks(("col", "row"), 2))) == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    # Each axis shards the result of the axes before it: first a part of each block, then halves of that part.
+    # `row` shards each of two blocks; then `col` halves the row's shard: [0, 1, 4, 5] becomes [0, 1] and [4, 5].
     assert world.run(4, pieces, P((blocks("row", 2), "col"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    # `row` halves the tensor; then `col` shards each of two blocks of that half.
     assert world.run(4, pieces, P(("row", blocks("col", 2)))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 

@@ -243,8 +243,11 @@ def norm_of_own_stage(model: Model, meshes: Meshes) -> float:
 
 
 def experts_of_own_group(model: Model, meshes: Meshes) -> float:
-    """Sum the squares of DTensors over their meshes. The mesh of the experts lacks the dim `ep`, along which ranks hold
-    different experts, so their squares are not summed over it."""
+    """Sum the squares of each DTensor over its own mesh.
+
+    Mistake: the experts' squares are not summed over `ep`, because their mesh lacks this dim, although ranks along it
+    hold different experts.
+    """
     experts = model.get_parameter("experts")
     rest = [param for param in model.parameters() if param is not experts]
     total = summed(squares(gradients(rest)), meshes["dp"]) + summed(squares(gradients([experts])), meshes["ep_shard"])

@@ -146,7 +146,7 @@ def test_audit_with_infer_prints_rules_for_declare(audited: Audited) -> None:
     assert values["proof"]["is_correct"]
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -1,4 +1,4 @@
-"""Booster in its forms of data parallelism and its precisions, compared with plain runs."""
+"""`Booster` with each form of data parallelism and each precision, compared with runs in a single process."""
 
 from __future__ import annotations
 

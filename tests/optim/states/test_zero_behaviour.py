@@ -75,7 +75,7 @@ def test_stepped_tensors_match_model_and_cover_each_parameter(world: World, opti
 
 
 def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
-    """Run three steps; in the second, one element of one rank's slice is not finite.
+    """Run three steps; in the second, one element of the gradient in rank 1's slice is inf.
 
     Return the skip flags, whether only the second step changed nothing, and the number of skipped steps.
     """

@@ -92,7 +92,7 @@ def monitored(file: Any, steps: int, state: dict[str, int] | None = None) -> Mon
     return monitor
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
 def test_resumed_run_appends_to_file_and_moves_later_steps_to_dropped_file(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / ("run.csv" if kind is CsvFile else "run.jsonl")
@@ -185,7 +185,7 @@ def test_terminal_without_unicode_prints_plain_lines() -> None:
     assert screen.getvalue() == "step 10: loss 0.2500, norm 20, clip 0.5, 10 \\x1b[31mtokens/s\n"
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
 def test_output_files_escape_control_characters_in_names(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
@@ -325,7 +325,7 @@ def test_report_command_writes_non_ascii_title_in_ascii_locale(tmp_path: Path) -
         assert shown in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.default_cases(99)  # a case starts no process
+@pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize("line", ['{"step": 1, "x": [1]}', '{"step": 1, "x": "a"}', '{"step": 1' + "0" * 400 + "}"])
 def test_report_command_rejects_line_with_invalid_value(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

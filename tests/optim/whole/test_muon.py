@@ -269,9 +269,9 @@ def test_muon_with_fully_shard_matches_dense_update(world: World, tensor: int) -
 def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
     for name, state, expected in (
         ("one rank", "whole", {}),
-        ("tensor", "whole", {"all_to_all_single": 2}),  # `table` is replicated, so only its update is sent
-        ("data", "whole", {"all_to_all_single": 1}),
-        ("data", "ZeRO-1", {"all_to_all_single": 2}),
+        ("tensor", "whole", {"all_to_all_single": 2}),  # shards to the owner ranks, then updates back
+        ("data", "whole", {"all_to_all_single": 1}),  # parameters are replicated: only updates are sent
+        ("data", "ZeRO-1", {"all_to_all_single": 2}),  # slices of the gradients to the owner ranks, then updates back
         ("data x tensor", "ZeRO-2", {"all_to_all_single": 2}),
     ):
         layout = WHOLE_LAYOUTS[name]

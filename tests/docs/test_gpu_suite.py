@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import forked_python
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+UNDER_TORCHRUN = "test_gpu_torchrun.py"
+everything: Any = importlib.import_module("gpu.everything")
 COPIED = ("parallel", "amp", "optim", "tests/gpu", "tests/harness", "tests/benchmarks", "src/meshstep")
 
 
@@ -99,3 +104,66 @@ def test_one_command_starts_every_phase_of_gpu_tests_and_the_benchmark(logs: Pat
     empty = ("steps", "graphs", "ranks", "configurations", "torch's kernels", "powers", "soak")
     assert results == dict.fromkeys(ran, "passed") | dict.fromkeys(empty, "no tests")
     assert any(line.startswith("| meshstep's Muon | ") for line in lines)
+
+
+# Completeness of the one command, and its time limit -------------------------------------------------------------------
+
+
+@pytest.mark.default_cases(3)
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 1), ("cuda", 4), ("cpu", 0)])
+def test_every_gpu_test_file_is_in_a_phase_of_the_one_command(device: str, gpus: int) -> None:
+    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    phases = [phase for stage in everything.stages(device, (), gpus) for phase in stage]
+    named = {argument for phase in phases for argument in phase.arguments if argument.endswith(".py")}
+    assert named - {"tests/benchmarks/gpu.py"} == files - {UNDER_TORCHRUN}
+    assert [phase.name for phase in phases if "torch.distributed.run" in phase.arguments] == (
+        [] if (device, gpus) == ("cuda", 1) else ["several GPUs"]
+    )
+
+
+def test_every_gpu_test_has_the_marker_cuda_or_cpu_or_needs_torchrun(checkout: Path) -> None:
+    """A phase selects tests by one of the markers, so it would silently leave out other tests."""
+    unmarked = "not cuda and not cpu"
+    done = started(checkout, "-m", "tests.gpu", "--collect-only", "-q", "-m", unmarked, writes_bytecode=False)
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == {f"tests/gpu/{UNDER_TORCHRUN}"}, done.stdout + done.stderr
+
+
+def test_limits_of_gpu_phases_add_up_to_at_most_nine_minutes() -> None:
+    limits = [max(phase.limit for phase in stage) for stage in everything.stages("cuda", (), 8)]
+    assert sum(limits) <= everything.SECONDS <= 9 * 60 - 10
+
+
+HANGS = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def is_running(pid: int) -> bool:
+    """Return True if the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.default_cases(2)
+@pytest.mark.parametrize("is_deadline", [True, False], ids=["deadline", "limit of a phase"])
+def test_one_command_stops_hanging_phase_and_its_children_at_its_time_limit(
+    is_deadline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = 1.5
+    hangs = everything.Phase("hangs", ["-S", "-E", "-c", HANGS], 240.0 if is_deadline else seconds)
+    speed = everything.Phase("speed", ["-S", "-E", "-c", "print('| a row |')"], 170.0)
+    monkeypatch.setattr(everything, "stages", lambda *_: [[hangs], [speed]])
+    monkeypatch.setattr(everything, "SECONDS", seconds if is_deadline else 60.0)
+    monkeypatch.setattr(everything, "LEAST", 0.1)
+    begin = time.monotonic()
+    assert everything.run("cuda", (), tmp_path) == 1
+    assert seconds <= time.monotonic() - begin < 30
+    printed = (tmp_path / "summary.md").read_text()
+    assert "| hangs | stopped by its time limit | 0 | 0 | 0 |" in printed
+    assert f"| speed | {'not started' if is_deadline else 'passed'} | 0 | 0 | 0 |" in printed
+    assert ("| a row |" in printed) != is_deadline
+    assert printed in capsys.readouterr().out
+    children = [*map(int, hangs.text.split())]
+    assert len(children) == 2
+    assert not any(map(is_running, children))

@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 530.0  # of the nine minutes, 10 s are for the start and for the summary
 REHEARSAL = 7200.0
+LEAST = 10.0  # seconds that must be left for a stage to start
 SHOWN = 230  # characters per line of the summary
 
 
@@ -121,7 +122,7 @@ def run(device: str, more: Sequence[str], folder: Path) -> int:
     for phases in planned:
         if any(phase.name == "speed" for phase in phases) and not has_triton(planned[0][0]):
             phases[0].arguments = [*phases[0].arguments, "--no-triton"]
-        if deadline - time.monotonic() < 10:
+        if deadline - time.monotonic() < LEAST:
             continue
         begin = time.monotonic()
         for phase in phases:

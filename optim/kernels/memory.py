@@ -26,8 +26,8 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 class Signature:
     """Class, dtype, device, shape, strides and laziness (`is_lazy`) of each tensor in a list, but not its address.
 
-    `fits` compares with torch's guards in C++, which also compare ``requires_grad``. If this torch version does not have
-    them, it compares in Python, which is much slower.
+    `fits` compares with torch's guards in C++, which also compare ``requires_grad``. If this torch version has no such
+    guards, `fits` compares in Python, which is much slower.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -136,10 +136,10 @@ class Native:
         return found
 
     def take_fastest(self, timed: Callable[[], float] | None = None, rounds: int = 5) -> Mapping[str, float]:
-        """Select the fastest supported variant, and return the shortest time of each in seconds, in order of `VARIANTS`.
+        """Select the fastest supported variant, and return each supported variant's shortest time in seconds.
 
-        All variants give bitwise identical results, so ranks may select different ones. The first variant within 5 % of
-        the shortest time is selected, because smaller differences are random.
+        The order is that of `VARIANTS`. All variants give bitwise identical results, so ranks may select different ones.
+        The first variant within 5 % of the shortest time is selected, because smaller differences are random.
         """
         timed = StepTimer(self) if timed is None else timed
         times = dict.fromkeys(self.supported(), inf)

@@ -338,7 +338,7 @@ def update_chunks(
         kind = tl.float32 if GRAD == 0 else tl.uint16 if GRAD == 2 else tl.float16
         gradients = grad_at.to(tl.pointer_type(kind))
         copies = half_at.to(tl.pointer_type(tl.uint16 if HALF == 2 else tl.float16))
-        if ALIGNED:  # four elements per access for every dtype: other numbers of elements need other register layouts
+        if ALIGNED:  # four elements per access in every dtype, so that all tensors have the same register layout
             params, gradients, copies = (
                 tl.multiple_of(params, 16),
                 tl.multiple_of(gradients, 16 if GRAD == 0 else 8),

@@ -22,8 +22,8 @@ def round_by_triton(
 ) -> None:
     """Round contiguous float32 sources into contiguous bfloat16 targets with one launch.
 
-    The tensors have elements, and are on one device, on which the kernel runs. ``keys`` and ``numbers`` have the key of
-    each tensor's noise, and its number among the tensors with this key.
+    No tensor is empty. All tensors are on one device, which the kernel supports. ``keys`` has the key of each tensor's
+    noise, and ``numbers`` the tensor's index among the tensors with this key.
     """
     device = targets[0].device
     addresses = [array("Q", [tensor.data_ptr() for tensor in tensors]) for tensors in (targets, sources)]

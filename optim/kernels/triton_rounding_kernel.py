@@ -87,8 +87,8 @@ def round_chunks(
     source = tl.load(sources + tensor).to(tl.pointer_type(tl.uint32))
     target = tl.load(targets + tensor).to(tl.pointer_type(tl.uint16))
     if ALIGNED:
-        # 8 for the target: a thread then stores the four elements that it has loaded. With 16 it would store eight, which
-        # Triton exchanges between threads through shared memory.
+        # The declared alignment of the target is only 8 bytes, so that a thread stores the four elements that it has
+        # loaded. With 16 bytes it would store eight elements, which Triton exchanges between threads through shared memory.
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 8)
     key, number = tl.load(keys + tensor), tl.load(numbers + tensor).to(tl.uint32)
     wide = step.to(tl.uint64)

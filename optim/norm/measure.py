@@ -88,7 +88,7 @@ class Fingerprints:
         optimizer.poll()  # before a checkpoint
 
     Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
-    flipped bit is always detected. Any other difference is missed with a probability of 2^-32.
+    flipped bit is always detected. Any other difference is missed with a probability of at most about 2^-32.
 
     The first step compares as with ``check_replicas="first"``, and raises at once. A later comparison does not
     synchronize the host. If replicas differ, the device skips that step and all later steps on every rank, so weights

@@ -290,8 +290,8 @@ class ParamTransform:
     def agree(self, positions: Sequence[ParamPosition], plan: ReductionPlan, earlier_error: Exception | None) -> None:
         """Agree with the other ranks on the tensors that `install` will replace. Default: no agreement.
 
-        `TransformChain` calls it before each `install`. It also calls it after an earlier transform failed on this rank,
-        so that the other ranks, which may call a collective here, do not wait for this rank.
+        `TransformChain` calls this method before each `install`, and also after an earlier transform failed on this rank.
+        Otherwise the other ranks, which may issue a collective here, would wait for this rank.
 
         Args:
             positions: As in `install`. After an error, the positions before the transform that failed.
@@ -564,7 +564,7 @@ class StepObserver:
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)`` exactly once. It takes or skips the step, and writes the weights to the model."""
+        """Call ``update(request)`` exactly once. This call takes or skips the step, and writes the weights to the model."""
         update(request)
 
 

@@ -60,8 +60,8 @@ _ELEMENTWISE: Mapping[str, Sequence[str]] = {
     "torchao": ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8"),
     "transformer_engine": ("FusedAdam", "FusedSGD"),
 }
-# Options of the optimizers in `_ELEMENTWISE` that make an update depend on more than one element. The value turns the
-# option off, and so does None.
+# Options of the optimizers in `_ELEMENTWISE` that make an update depend on more than one element, each with the value that
+# turns the option off. None also turns it off.
 _WHOLE_TENSOR_OPTIONS: Mapping[str, float] = {
     "adanorm": False,
     "caution": False,

@@ -77,9 +77,8 @@ class GradientCompletion:
         self._unused: UnusedParameters | None = unused
         self.param_facts = ParamFacts()
         self._in_backward = in_backward
-        self._arrived: ArrivedGradients | None = (
-            None  # from the second window on, with several ranks and ``in_backward``
-        )
+        # Set after the first window if there are several ranks and ``in_backward`` is True.
+        self._arrived: ArrivedGradients | None = None
         self._next_checked = 0
 
     def not_captured(self) -> str | None:

@@ -310,7 +310,7 @@ class ModelDtypes(ParamTransform):
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state was saved for parameters of the same dtypes. Otherwise torch would cast states silently."""
+        """Check that the state was saved for parameters of the same dtypes, because torch would cast states silently."""
         own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
         if saved.get("dtypes") != own["dtypes"]:
             given = ", ".join(saved.get("dtypes", ())) or f"unknown dtypes (it has {', '.join(saved) or 'no entries'})"

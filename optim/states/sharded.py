@@ -83,7 +83,8 @@ class ZeroBucket:
 
     Attributes:
         segments: The ranges of elements of flattened parameters in this rank's slice.
-        pieces: One 1-dim parameter per segment: a view of the model parameter, or a copy if that is not contiguous.
+        pieces: One 1-dim parameter per segment: a view of the model parameter, or a copy if the parameter
+            is not contiguous.
         gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
     """
 
@@ -493,9 +494,9 @@ class Shards(ParamTransform):
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Make buckets and shards, and return this rank's shards of each parameter, with their offsets.
 
-        On every rank, it raises ValueError if ranks along the axis would shard different parameters, or the same ones
-        in different orders; or if, with ``gradients=True`` and ``sum_order="fixed"``, a parameter whose gradient must
-        be summed is not sharded over exactly the data axes.
+        On every rank, it raises ValueError if ranks along the axis would shard different parameters, or the same
+        parameters in different orders; or if, with ``gradients=True`` and ``sum_order="fixed"``, a parameter whose
+        gradient must be summed is not sharded over exactly the data axes.
         Collectives: an object all-gather.
         """
         topology = self.registry.topology

@@ -49,10 +49,10 @@ MODEL = {
     "late_split": Logical((6, 2), group=2),
 }
 ALWAYS_USED = ("first", "second", "gain")  # every stage needs some gradient in every accumulation window
-SMALL = ("gain",)  # one element: of ranks that shard its states, only one updates it
+SMALL = ("gain",)  # has one element: of the ranks that shard its optimizer states, only one updates it
 ADDED_GROUP = 2  # the param group that may be added during the run
 WHOLE = P()
-UNEVEN = ("uneven", "few")  # their shards have unequal sizes, some are empty; checkpoints do not support them
+UNEVEN = ("uneven", "few")  # parameters with shards of unequal sizes, some of them empty; checkpoints reject them
 
 
 class Layout(NamedTuple):
@@ -249,8 +249,8 @@ class Case:
     """One complete training run.
 
     Args:
-        resumed: The setting after the checkpoint; if it is the same, results must be bitwise identical. None: no
-            checkpoint.
+        resumed: The setting after the checkpoint. If it equals the setting before the checkpoint, results must be bitwise
+            identical. None: no checkpoint.
         saved_at: The number of steps before the checkpoint.
         stepped_before: Whether the optimizer that loads the checkpoint has already made steps.
         small: Whether the model has one element, apart from the parameters of a param group added later.

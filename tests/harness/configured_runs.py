@@ -67,8 +67,8 @@ class Report:
 class Rank:
     """One rank's part of the model and its optimizer.
 
-    ``step`` is the step before which they are constructed: it decides whether the model has the added parameters.
-    ``moved`` is a value added to all weights.
+    Model and optimizer are constructed before the step number ``step``, which decides whether the model has the
+    parameters that are added during the run. ``moved`` is a value added to all weights.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def _first_of_each_group(program: Program) -> Iterator[Event]:
 
 
 def stuck(programs: Sequence[Program]) -> str | None:
-    """Describe which ranks wait for which others when no rank can continue; None if all programs complete.
+    """Describe which ranks wait for which other ranks when no rank can continue; None if all programs complete.
 
     ``programs`` consist of rendezvous only. Raises AssertionError if members of a group meet in different collectives.
     """

@@ -72,7 +72,7 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
 
     ``gradient`` is the mean over data ranks. Over micro-batches it is a sum, or with accumulation_steps or weights a mean.
     ``present`` is False if the parameter has no gradient. ``absolute`` is computed like ``gradient``, but from the absolute
-    values of its terms: rounding errors of low-precision sums are relative to it.
+    values of its terms, because rounding errors of low-precision sums are relative to ``absolute``.
 
     Without weights, a micro-batch without a loss counts like one whose loss is 0.
     """
@@ -135,7 +135,7 @@ class DenseRun:
 
     Attributes:
         absolute_norms: For each step so far, the gradient norm that results if the contribution of each rank and
-            micro-batch is replaced by its absolute value. Tolerances are relative to it.
+            micro-batch is replaced by its absolute value. Tolerances are relative to this norm.
     """
 
     def __init__(self, case: Case) -> None:

@@ -178,7 +178,8 @@ def _forked(start: _Start, processes: int, import_first: bool, fork_children: bo
     os.environ.update(start.env)
     tempfile.tempdir = None
     sys.dont_write_bytecode = bool(start.env.get("PYTHONDONTWRITEBYTECODE"))
-    # Processes started by this one, such as its pool, use ORIGINAL_DIR and a temporary folder; both must be its own.
+    # Processes that this process starts, such as its pool, use ORIGINAL_DIR and a temporary folder; these must not be the
+    # server's.
     process.ORIGINAL_DIR = start.cwd  # type: ignore[attr-defined]
     config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     config.pop("tempdir", None)

@@ -49,7 +49,7 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
             found.append(f"{report.skipped} steps were skipped, expected {expected}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
-            # The rounding error of a sum is relative to its largest term, even if this term cancels.
+            # The rounding error of a sum is relative to the sum's largest term, even if this term cancels.
             rounding, absolute = case.mode.norm_rounding, dense.absolute_norms[number]
             allowed = rounding * absolute if rounding > 1e-6 else max(rounding * norms[number], 2**-22 * absolute)
             if not (abs(norm - norms[number]) < allowed if isfinite(norms[number]) else not isfinite(norm)):
@@ -65,7 +65,7 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
     rounding, rounding_per_step = case.mode.rounding, case.mode.rounding_per_step
     for rank, (at, report) in enumerate(zip(setting.at.coordinates(), reports, strict=True)):
         mine = [(name, 0, param, rounding) for name, param in report.params.items()]
-        # A frozen weight may have no master weight.
+        # A frozen weight may have no master weight; its bound then includes the rounding of the weight's dtype.
         pieces = [(*piece, rounding if piece[2].dtype == case.mode.dtype else 0.0) for piece in report.pieces]
         for name, offset, value, rounded in mine + pieces:
             where = elements(setting, name, at)[offset : offset + value.numel()]

@@ -127,7 +127,7 @@ def steps_as_the_reference(case: Case, factor: float) -> None:
         way = moved(rule, gradient, true, states_before[index], wanted[1:], steps[index])
         near(now, wanted[0], old + wanted[0].abs() + way)
         for state, kept, value in zip(states_now, states_before[index], wanted[1:], strict=True):
-            # The tolerance contains the square of the gradient, because second moments do.
+            # The tolerance contains the square of the gradient, because second moments contain it.
             near(state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs()))
     assert all(torch.equal(now, then) for now, then in zip(case.grads, grads, strict=True))
     assert [float(step) for step in case.steps] == [s + (not isinstance(rule, SGD)) for s in steps]
@@ -139,7 +139,8 @@ def moved(
     rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
 ) -> Tensor:
     """Return, per element, the value to which the rounding error of an update is relative: the sum of the absolute values
-    of the update's terms. For Adam and Adagrad it is enlarged, because their states contain the squared, rounded gradient.
+    of the update's terms. For Adam and Adagrad the value is enlarged, because their states contain the squared, rounded
+    gradient.
 
     Args:
         gradient: The sum of the absolute values of the gradient's terms; ``true`` is the gradient itself.

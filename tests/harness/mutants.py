@@ -227,7 +227,7 @@ def _backward_mistake(
     which = rng.choice(possible)
     _, _, over = calls.seen[which]
     if len(set(gather_objects(calls.shapes[which], registry))) > 1:
-        raise NoMistake  # shapes differ between ranks, which cannot be summed over another axis
+        raise NoMistake  # ranks pass tensors of different shapes, which cannot be summed over another axis
     other = [axis for axis in others if axis not in over.axes]
 
     def change(forward: Map, backward: Map, over: Over) -> tuple[Map, Map]:

@@ -112,8 +112,8 @@ def is_sample() -> bool:
 def repetitions(values: Sequence[C], *key: object, default: int | None = None) -> Sequence[C]:
     """Return the values for which a test repeats itself: all of them, or fewer in a shorter run.
 
-    The hash of ``key`` selects the single value of the sample on the oldest torch. ``default`` is how many values the
-    default run takes, spread over ``values``. None: all.
+    The hash of ``key`` selects the single value of the sample on the oldest torch. ``default`` is the number of
+    values in the default run, spread over ``values``. None: all values.
     """
     if is_sample():
         return [values[zlib.crc32(repr(key).encode()) % len(values)]]
@@ -169,9 +169,10 @@ def _default_count(item: pytest.Item, every: int) -> int:
 def spread(cases: Sequence[Item], count: int) -> list[Item]:
     """Return ``count`` cases of one test, in their order, that differ in as many arguments as possible.
 
-    Each further case adds as many pairs of argument values as possible to the pairs of the cases before it. A hash of
-    the name decides between equal cases, so that other tests take other cases. If the test has one
-    argument only, its list of cases is divided into ``count`` sections of equal length, and each gives one case.
+    Each further case adds as many pairs of argument values as possible to the pairs of the cases before it. If
+    several cases add equally many pairs, a hash of the case's name decides, so that tests with equal arguments get
+    different cases. If the test has one argument only, its list of cases is divided into ``count`` sections of equal
+    length, and each section gives one case.
     """
     if count >= len(cases):
         return list(cases)

@@ -51,7 +51,7 @@ def in_turn(*parts: Callable[[], None]) -> None:
     already imported are shared.
     """
     agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    # In the agent's store, each part would find the addresses of the previous part.
+    # In the store of torchrun's agent, each part would find the addresses of the previous part.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for number, part in enumerate(parts):
         if os.environ["RANK"] == "0":

@@ -1,8 +1,9 @@
 """Run all ranks of a world as threads of one process, over a backend that records collectives and sends nothing.
 
 All calls to the backend are recorded, from the library or from torch itself: groups created, collectives, groups
-destroyed. Gathered objects are really exchanged, because ranks must agree on them. Tensors are not: a rank sees its own
-tensors instead of the others', which suffices where no collective depends on the values of tensors.
+destroyed. Gathered objects are really exchanged, because ranks must agree on them. Tensors are not
+exchanged: a collective returns the rank's own tensors in place of those of other ranks. This suffices if no later
+collective depends on the values of tensors.
 """
 
 from __future__ import annotations
@@ -175,13 +176,13 @@ def _threads_are_ranks() -> Iterator[None]:
         stack.enter_context(mock.patch.object(registry_module, "answer_questions"))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         _distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-        sys.setswitchinterval(0.05)  # let a thread run until it waits: switching gains nothing
+        sys.setswitchinterval(0.05)  # seconds: let a thread run until it waits, because switching gains nothing
         try:
             yield
         finally:
             sys.setswitchinterval(interval)
             _distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-            sys.excepthook = hook  # each rank has wrapped it
+            sys.excepthook = hook  # each rank has wrapped the hook
 
 
 def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:

@@ -59,7 +59,7 @@ def told(setting: str, values: tuple[Any, Any]) -> str:
         return "no error"
 
 
-@pytest.mark.default_cases(99)
+@pytest.mark.default_cases(99)  # all cases
 @pytest.mark.parametrize("setting", DIFFERENT)
 def test_setting_that_differs_between_ranks_raises_on_every_rank(world: World, setting: str) -> None:
     first, second, said = DIFFERENT[setting]

@@ -108,7 +108,7 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
 struct loops {
     const char *name;
     int instructions;
-    int in_turn; /* 0: read several parts of a tensor at once, and prefetch far ahead; 1: one part after the other, and near */
+    int in_turn; /* 0: read several parts of a tensor at once, and prefetch FAR bytes ahead. 1: one part at a time, NEAR bytes */
     double (*power)(int, int, const void *, int64_t, int64_t);
     void (*means)(int, int, const void *, int64_t, int64_t, double *);
     void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);

@@ -136,7 +136,10 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
 def test_compiled_adam_update_of_many_elements_rounds_low_precision_weights_as_torch(
     variant: str, half: torch.dtype
 ) -> None:
-    """From 2^23 elements on, the loop writes copies past the caches, if they begin at a cache line. The second doesn't."""
+    """If an update has 2^23 elements or more, the loop writes copies past the caches, if they begin at a cache line.
+
+    The second copy does not begin at a cache line.
+    """
     values, many = values_to_round(half), 2**23
     case = ByLoops(Adam(0.0), [values.numel(), values.numel(), many], torch.float32, half, seed=6)
     case.params = [values.clone(), values.clone(), torch.zeros(many)]

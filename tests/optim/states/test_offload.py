@@ -35,7 +35,7 @@ def test_offloaded_parameters_contain_at_least_given_fraction_of_elements(numels
     chosen = offloaded(numels, fraction)
     on_cpu = sum(numels[index] for index in chosen)
     assert on_cpu >= fraction * sum(numels) - 1e-6
-    # None of the offloaded parameters could stay on the device: its size would exceed the remaining room.
+    # No offloaded parameter could stay on the device: each has more elements than the device may still keep.
     room = (1 - fraction) * sum(numels) - (sum(numels) - on_cpu)
     assert all(numels[index] > room - 1e-6 for index in chosen)
 

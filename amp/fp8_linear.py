@@ -319,7 +319,7 @@ def check_dtypes(*tensors: Tensor) -> None:
     """Raise TypeError if a tensor is float64. Scales and sums of 8-bit products are float32, so precision would be lost."""
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         raise TypeError(
-            "a linear layer in 8 bits got a float64 tensor, but scales and sums of 8-bit products are float32; give "
+            "an FP8 linear layer got a float64 input or weight, but scales and sums of 8-bit products are float32; give "
             "float32, bfloat16 or float16, or name the layer in Fp8(exclude=...)"
         )
 

@@ -287,8 +287,8 @@ class Bf16(Precision):
         if self.split_masters and self.stochastic_rounding:
             raise ValueError(
                 "Bf16(stochastic_rounding=True, split_masters=True): stochastic rounding has no master weights to split; "
-                "leave out split_masters (6 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, "
-                "exact)"
+                "keep only stochastic_rounding=True (6 bytes per element with AdamW), or only split_masters=True (12 "
+                "bytes, float32 updates)"
             )
         if self.split_masters and not self.main_grads:
             raise ValueError(

@@ -193,13 +193,13 @@ def _topology(text: str) -> Topology:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
     return int(text)
 
 
 def _svg(text: str) -> Path:
     if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no SVG file: end its name in .svg")
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .svg")
     return Path(text)
 
 

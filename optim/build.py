@@ -306,8 +306,8 @@ class Setup:
         check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
         if clip is not None and (clip.level == "units" or clip.weights):
             raise ValueError(
-                f"{clip!r} with sum_order='fixed', which supports no clipping rules that need norms of rows or of weights: "
-                "give another rule, or a number"
+                f"{clip!r} needs norms of units (such as rows) or of weights, which sum_order='fixed' does not compute: "
+                "give a number or another rule as max_norm, or leave sum_order='fixed' out"
             )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
@@ -315,8 +315,8 @@ class Setup:
         devices = {param.device for group in groups for _, param in group}
         if len(devices) > 1:
             raise ValueError(
-                f"the parameters are on {', '.join(sorted(map(str, devices)))}: give each process one device, and move the "
-                "model there before the optimizer is made"
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}, but all parameters of a process must be on "
+                "one device; move them before you pass them to the optimizer"
             )
         return devices.pop() if devices else self.registry.device
 

@@ -546,7 +546,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             ValueError: A closure is given, or, on every rank, shards of a parameter are replicas (see
                 ``check_replicas``), or a check of the first step finds a wrong set-up, such as a
                 `DistributedDataParallel` around sharded parameters. Or on this rank: a ``"max_norm"`` of a param group
-                is invalid, or changed although some ranks have fewer param groups; all ranks skip the step.
+                is invalid, or changed without `refresh` although some ranks have fewer param groups; all ranks skip
+                the step.
             Exception: On this rank: the exception of ``commit``, or of a `StepObserver` before the update; all ranks
                 skip the step. Or the exception of a `StepObserver` around the update; the step is taken.
             RuntimeError: One of these cases:
@@ -932,9 +933,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _check_refresh(self) -> None:
         if self.micro_batches:
             raise RuntimeError(
-                "refresh() was called after a backward, and the gradients accumulated since the last update belong to the "
-                "former parameters: call refresh() after the step() that ends gradient accumulation, before the next "
-                "backward"
+                "refresh() was called with accumulated gradients. Call it after the step() that ends the accumulation, "
+                "before the next backward"
             )
         self._check_unfrozen()
 

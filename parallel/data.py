@@ -196,7 +196,7 @@ def prepare_dataloader(
     """
 
     def share() -> ShardedDataLoader[T]:
-        samples = _length_of(dataset)
+        samples = _length_of(dataset, registry.topology.sample_axes)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
             raise ValueError(
                 f"{chosen[0]}= is given, but prepare_dataloader makes its own sampler; leave the argument out"
@@ -407,13 +407,17 @@ class SeededCollate:
             return self.wrapped(list(fetched))
 
 
-def _length_of(dataset: object) -> int:
+def _length_of(dataset: object, sample_axes: tuple[str, ...]) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         problem = "is an iterable dataset" if isinstance(dataset, Sized) else "has no length"
+        select = (
+            "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
+            if sample_axes
+            else "give all ranks the same samples"
+        )
         raise TypeError(
             f"{type(dataset).__name__} {problem}, but prepare_dataloader needs a length and samples by index; "
-            "give a map-style dataset, or use an iterable dataset with torch's DataLoader, and choose the samples of "
-            "each rank by registry.rank(*registry.topology.sample_axes)"
+            f"give a map-style dataset, or use an iterable dataset with torch's DataLoader, and {select}"
         )
     return len(dataset)
 

@@ -202,10 +202,7 @@ def first_host(nodes: str) -> str:
 
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
     if environ.get("MASTER_PORT"):
-        port = _number(environ, "MASTER_PORT")
-        if not 0 < port < 2**16:
-            raise RuntimeError(f"MASTER_PORT={port} is not a port; write a number from 1 to 65535")
-        return port
+        return _number(environ, "MASTER_PORT", 1, 2**16 - 1)
     names = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
@@ -214,10 +211,12 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
     return 20_000 + crc32(job.encode()) % 10_000
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].strip().isdecimal():
-        raise RuntimeError(f"{name}={environ[name]!r} isn't a number; write an integer >= 0")
-    return int(environ[name])
+def _number(environ: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
+    text = environ[name].strip()
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        bounds = f">= {least}" if most is None else f"from {least} to {most}"
+        raise RuntimeError(f"{name}={environ[name]!r}: give an integer {bounds}")
+    return int(text)
 
 
 # A standard logger that writes the rank -------------------------------------------------------------------------------

@@ -238,7 +238,8 @@ class Restoration:
             elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
                     f"the checkpoint has a float32 master weight of {name}, but the optimizer has none, as with "
-                    "stochastic rounding; use the precision= of the saved run"
+                    "stochastic rounding; use the precision= of the saved run or, if the parameter was unfrozen after the "
+                    "optimizer was made, call optimizer.refresh() before loading"
                 )
         return masters
 

@@ -222,14 +222,16 @@ class AgreedThresholds:
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return one threshold per param group: for this rank's groups their present ``max_norm``, else the agreed value.
 
-        It raises ValueError if a threshold of this rank changed, and some ranks have fewer param groups.
+        It raises ValueError if a threshold of this rank differs from the agreed value, and some ranks have fewer param
+        groups.
         """
         own = [group.get("max_norm") for group in param_groups]
         if not self.everywhere and own != list(self.values[: len(own)]):
             before = list(self.values[: len(own)])
             raise ValueError(
-                f"max_norm of this rank's param groups is {own} and was {before} when the optimizer was created; ranks "
-                "with fewer param groups would still clip by the old values: create the optimizer again"
+                f"max_norm of this rank's param groups is {own}, but the ranks agreed on {before}. Ranks without some of "
+                "these groups do not see the change: set the same values on all ranks that have the group, then call "
+                "optimizer.refresh() on every rank"
             )
         return own + list(self.values[len(own) :])
 

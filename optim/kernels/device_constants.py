@@ -43,9 +43,8 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "a CUDA graph captures a step or call that differs from the latest ones: other parameters have "
-                "gradients, or it measures other norms. Before the capture, make the same step or call without a graph, "
-                "with gradients for the same parameters"
+                "this CUDA graph capture needs a constant tensor that no recent step (or clip_grad_norm_ call) created. "
+                "First run the same step outside the capture, with gradients for the same parameters and the same norms"
             )
         else:
             host = torch.tensor(values(), dtype=dtype, pin_memory=device.type == "cuda")

@@ -76,7 +76,10 @@ class GlobalNorm:
         self.plan, self.registry, self.units, self.weights_at = plan, registry, units, weights_at
         self.norm_type, self.reduction = checked_norm_type(norm_type), checked_reduction(reduction)
         if reduction != "packed" and (units is not None or weights_at is not None):
-            raise ValueError(f"reduction={reduction!r} supports no norms of rows or of weights; use reduction='packed'")
+            raise ValueError(
+                f"reduction={reduction!r} does not support norms of units (such as rows) or of weights; use "
+                "reduction='packed'"
+            )
         self.per_parameter = per_parameter or weights_at == "parameters"
         parameters = len(plan.parameter_names) if self.per_parameter else 0
         sizes = {"total": 1, "groups": plan.num_groups, "parameters": parameters, "units": units.count if units else 0}

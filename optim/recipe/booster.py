@@ -125,10 +125,6 @@ def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGro
 
 # torch's samplers that do not divide the samples between ranks.
 _EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_ADVICE = (
-    "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with a sampler or batch sampler of "
-    "your own class that selects samples by registry.rank(*registry.topology.sample_axes)"
-)
 
 
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
@@ -143,6 +139,10 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         return
+    advice = (
+        "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with "
+        f"sampler=DistributedSampler(dataset, num_replicas={size}, rank={rank})"
+    )
     batch_sampler = loader.batch_sampler
     # a loader with a batch sampler does not use loader.sampler
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
@@ -150,11 +150,11 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ValueError(
                 f"the loader's DistributedSampler has rank {sampler.rank} of {sampler.num_replicas}, but this rank has "
-                f"data coordinate {rank} of {size} in {registry.topology!r}; {_ADVICE}"
+                f"data coordinate {rank} of {size} in {registry.topology!r}; {advice}"
             )
     elif size > 1 and type(sampler) in _EVERYTHING and type(batch_sampler) in (BatchSampler, type(None)):
         raise ValueError(
-            f"the loader's {type(sampler).__name__} would give all samples to each of the {size} data ranks; {_ADVICE}"
+            f"the loader's {type(sampler).__name__} would give all samples to each of the {size} data ranks; {advice}"
         )
 
 
@@ -190,7 +190,11 @@ def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
     Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
     samples. A rank whose digest is None is not checked.
     """
-    advice = "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
+    advice = (
+        "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
+        if topology.sample_axes
+        else "give all ranks the same samples"
+    )
     seen: dict[tuple[int, ...], tuple[int, str]] = {}
     for rank, digest in enumerate(digests):
         if digest is not None:

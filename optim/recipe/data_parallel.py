@@ -77,9 +77,9 @@ def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Mod
         named = annotation.spec.resolve(registry.topology).named_axes if annotation is not None else ()
         if over := [axis for axis in registry.topology.data_axes if axis in named]:
             raise ValueError(
-                f"data_parallel={mode!r} treats all parameters equally over the data axes, but the spec of {name}, "
-                f"{annotation.spec if annotation else None}, contains the data axis {over[0]!r} (perhaps in an alias); "
-                "give data_parallel=None, 'zero1' or 'zero2', which follow the specs"
+                f"data_parallel={mode!r} assumes that every parameter is replicated over the data axes, but the spec of "
+                f"{name}, {annotation.spec if annotation else None}, contains the data axis {over[0]!r} (perhaps in an "
+                "alias); give data_parallel=None, 'zero1' or 'zero2', which follow the specs"
             )
 
 

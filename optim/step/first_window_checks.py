@@ -113,7 +113,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     called = any(rank.calls for rank in seen)
     if scaled and not any(rank.scaled_losses for rank in seen) and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
-            "there are gradients, but their loss was not multiplied by the loss scale, by which step() divides gradients: "
+            "there are gradients, but their loss was not multiplied by the loss scale, and step() divides gradients by it: "
             + SAY_SO
         )
     none = not any(rank.some or rank.unknown for rank in seen)

@@ -112,9 +112,9 @@ class SkipMonitor:
             self._copy_to_host(facts)
         if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
             raise self._bypass_error(
-                f"the steps with these gradients were skipped, the first {LAG} steps ago"
+                f"The steps with these gradients were skipped, the first {LAG} steps ago"
                 if bypassed
-                else "this step was skipped"
+                else "This step was skipped"
             )
         if diverged or (
             on_nonfinite == "raise" and stats.replicas_diverged is not None and bool(stats.replicas_diverged)
@@ -139,7 +139,7 @@ class SkipMonitor:
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
         if bypassed:
-            raise self._bypass_error("the steps with these gradients were skipped")
+            raise self._bypass_error("The steps with these gradients were skipped")
         if diverged:
             return self._report_divergence()
         if disagreed:
@@ -160,8 +160,8 @@ class SkipMonitor:
     def _bypass_error(self, skipped: str) -> RuntimeError:
         self.counts[2] = self._step = 0
         return RuntimeError(
-            "gradients were found whose loss was not multiplied by the loss scale, by which step() divides gradients; "
-            f"{skipped}: {SAY_SO}"
+            "some backward calls bypassed the optimizer: their loss was not multiplied by the loss scale, but step() "
+            f"divides gradients by it. {skipped}; {SAY_SO}"
         )
 
     def _add(self, decision: StepDecision) -> None:

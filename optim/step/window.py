@@ -605,9 +605,9 @@ class Window:
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(
-                f"loss.backward() was called after micro-batch {self.micro_batches} of accumulation_steps={self.steps}, "
-                "and has added gradients that are not counted: write optimizer.backward(loss) for every micro-batch. To "
-                "abandon this step, call optimizer.zero_grad() in the `except` block of this error"
+                f"loss.backward() was called after micro-batch {self.micro_batches} of {self.steps}, and added gradients "
+                "of a micro-batch that the optimizer did not count: write optimizer.backward(loss) for every micro-batch. "
+                "To abandon this step, call optimizer.zero_grad() in the `except` block of this error"
             )
         self._stop_watching()
 

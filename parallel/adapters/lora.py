@@ -515,9 +515,9 @@ def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:
         raise ValueError(f"{name}: dropout={dropout} must be at least 0 and below 1; write dropout=0.05, for example")
     if dropout and layout.stacked:
         raise ValueError(
-            f"{name}: dropout={dropout} is not supported on a layer with different experts along "
-            f"{' x '.join(layout.stacked)}: experts draw different numbers of random values, so replicas of other layers "
-            "would get different dropout masks; adapt this layer in another call of add_lora, without dropout"
+            f"{name}: dropout={dropout} is not supported on a layer whose experts differ between ranks along "
+            f"{' x '.join(layout.stacked)}: each rank draws a different number of random values, so later dropout masks of "
+            "replicated layers would differ; adapt this layer in a separate call of add_lora, without dropout"
         )
 
 

@@ -210,8 +210,9 @@ def _stored_parameters(
     names = expert_names(model, adapter.name, registry.size(*layout.stacked) if layout.stacked else 1)
     if names is None:
         raise ValueError(
-            f"{adapter.name} has different experts along {' x '.join(layout.stacked)}, but is in no nn.ModuleList that "
-            "numbers the experts; put the experts of a rank into an nn.ModuleList, or use save_checkpoint"
+            f"{adapter.name} has experts that differ between ranks along {' x '.join(layout.stacked)}, but is in no "
+            "nn.ModuleList that numbers the experts; put the experts of a rank into an nn.ModuleList, or use "
+            "save_checkpoint"
         )
     stored = [_without_prefix(name) for name in names]
     names = [_parameter_name(adapter, name) for name in stored]

@@ -242,8 +242,8 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str) -> Axes:
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
     if registry.global_rank not in ranks:
         raise ValueError(
-            f"process group {name} has ranks {list(ranks)}, but this process is rank {registry.global_rank}; give each "
-            "rank a group that contains this rank"
+            f"process group {name} has ranks {list(ranks)}, but this process is rank {registry.global_rank}; on each "
+            "rank, pass the group that contains that rank"
         )
     if axes is None:
         raise ValueError(

@@ -52,8 +52,10 @@ def check_text(value: object, field: str) -> None:
 
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
     """Raise ValueError unless ``value`` is a finite floating-point tensor of this shape. Host synchronization: yes."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         raise wrong(field, value, "a tensor of finite floats")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{field} contains NaN or infinity; all values must be finite")
     if shape is not None and tuple(value.shape) != tuple(shape):
         raise wrong(field, value, f"shape {tuple(shape)}")
 

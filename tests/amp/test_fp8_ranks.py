@@ -105,7 +105,7 @@ def compare_1d_layer(kind: str, sequence: bool, agree: bool, scales: Literal["te
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("kind", "collectives_per_step"), [("column", 2), ("row", 1)])
-def test_fp8_tensor_parallel_layers_match_unsharded_layer_with_expected_collectives(
+def test_fp8_tensor_parallel_layer_matches_unsharded_layer_and_adds_only_scale_all_reduces(
     world: World, kind: str, sequence: bool, collectives_per_step: int
 ) -> None:
     assert world.run(2, compare_1d_layer, kind, sequence, True) == [collectives_per_step] * 2

@@ -186,7 +186,7 @@ def test_c_update_loops_join_overwritten_weights_like_join_master(variant: str) 
 
 
 def test_split_masters_reject_conflicting_options() -> None:
-    with pytest.raises(ValueError, match="stochastic rounding has no master weights to split; leave out split_masters"):
+    with pytest.raises(ValueError, match="stochastic rounding has no master weights to split; keep only"):
         Bf16(stochastic_rounding=True, split_masters=True)
     with pytest.raises(ValueError, match="split master weights need float32 gradients; leave main_grads out"):
         Bf16(split_masters=True, main_grads=False)

@@ -126,8 +126,8 @@ def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
         ("train_digits", "--topology tensor=1 --zero 1", "--zero shards over the data axes, and .* has none"),
         ("train_digits", "--verify --precision bf16", "only fp32 reaches"),
         ("train_digits", "--accumulate 3", "--batch-size 64 must be a multiple of 3, the product --accumulate x data"),
-        ("train_digits", "--steps 0", "'0' is no whole number >= 1"),
-        ("train_digits", "--plot curve.png", "end its name in .svg"),
+        ("train_digits", "--steps 0", "'0' must be a whole number >= 1"),
+        ("train_digits", "--plot curve.png", "'curve.png' must end in .svg"),
         (
             "accumulate_lm",
             "--topology row=1",

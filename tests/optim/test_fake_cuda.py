@@ -584,7 +584,7 @@ def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchroniza
 def test_parameters_on_two_devices_are_rejected() -> None:
     with fake_cuda(collectives_on=CPU):
         params = [nn.Parameter(torch.ones(2, device=device)) for device in ("cuda:0", "cpu")]
-        with pytest.raises(ValueError, match="the parameters are on cpu, cuda:0: give each process one device"):
+        with pytest.raises(ValueError, match="the parameters are on cpu, cuda:0, but all parameters of"):
             ParallelOptimizer(torch.optim.SGD(params, lr=0.1), ProcessGroupRegistry(Topology()))
 
 

@@ -70,7 +70,7 @@ def test_lion_matches_published_formula(options: dict[str, Any], dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_skipped_lion_step_changes_nothing_and_needs_no_host_synchronization(dtype: torch.dtype) -> None:
+def test_skipped_lion_step_changes_no_values_and_needs_no_host_synchronization(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0, 0.5])
     param, late = nn.Parameter(values.to(dtype)), nn.Parameter(values.to(dtype))
     optimizer: Any = lion([param, late])

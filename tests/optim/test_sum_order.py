@@ -352,7 +352,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
         ({"reduction": "per_group"}, "which needs reduction='packed': leave reduction= out"),
-        ({"max_norm": Adaptive(0.01)}, "norms of rows or of weights: give another rule"),
+        ({"max_norm": Adaptive(0.01)}, "which sum_order='fixed' does not compute: give a number"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
         ({"states": Sharded("data", compression=Bf16Compression())}, "leave compression= out"),
     ],
@@ -362,15 +362,22 @@ def test_fixed_order_rejects_unsupported_arguments(options: dict[str, Any], mess
         make(**options)
 
 
-@pytest.mark.parametrize("clip", [Adaptive(0.01), ByNorm(1.0, 3.0)], ids=["per unit", "p = 3"])
-def test_fixed_order_rejects_unsupported_rule_that_is_set_or_called_later(clip: Clip) -> None:
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        (Adaptive(0.01), "of weights, which sum_order='fixed' does not compute"),
+        (ByNorm(1.0, 3.0), r"norm_type=3\.0 with sum_order='fixed'"),
+    ],
+    ids=["per unit", "p = 3"],
+)
+def test_fixed_order_rejects_unsupported_rule_that_is_set_or_called_later(clip: Clip, message: str) -> None:
     model = nn.Linear(3, 2)
     declare(model, {"*": P()})
     adam = torch.optim.AdamW(model.parameters())
     optimizer = ParallelOptimizer(
         adam, ProcessGroupRegistry(Topology()), accumulation_steps=2, sum_order="fixed", max_norm=0.5
     )
-    with pytest.raises(ValueError, match="with sum_order='fixed'"):
+    with pytest.raises(ValueError, match=message):
         optimizer.max_norm = clip
     assert optimizer.max_norm == 0.5
     optimizer.backward(model(torch.ones(1, 3)).sum())

@@ -414,7 +414,9 @@ def test_loader_rejects_bad_arguments() -> None:
     with pytest.raises(ValueError, match="sampler= is given, but prepare_dataloader makes its own"):
         one_process(sampler=[1, 2])
     with pytest.raises(TypeError, match=r"Stream has no length, but prepare_dataloader needs .*registry\.rank"):
-        prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
+        prepare_dataloader(Stream(), ProcessGroupRegistry(Topology(data=1)), 2)
+    with pytest.raises(TypeError, match=r"Stream has no length, .* give all ranks the same samples"):
+        prepare_dataloader(Stream(), ProcessGroupRegistry(Topology(tensor=1)), 2)
     with pytest.raises(ValueError, match="epoch 1, position 20 is out of range for an epoch of 20 samples"):
         one_process().load_state_dict({**one_process().state_dict(), "epoch": 1, "position": 20})
     with pytest.raises(

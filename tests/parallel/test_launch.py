@@ -269,10 +269,11 @@ def test_error_names_missing_torchrun_variable(missing: str) -> None:
         ({"SLURM_NTASKS": "8"}, "srun did not start this process"),
         ({**torchrun(0), "RANK": "2"}, "RANK=2 isn't below WORLD_SIZE=2"),
         ({**slurm(0), "SLURM_PROCID": "7"}, "SLURM_PROCID=7 isn't below SLURM_NTASKS=2"),
-        ({**torchrun(0), "WORLD_SIZE": "two"}, "WORLD_SIZE='two' isn't a number"),
-        ({**torchrun(0), "RANK": "-1"}, "RANK='-1' isn't a number"),
-        ({**torchrun(0), "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**torchrun(0), "WORLD_SIZE": "two"}, "WORLD_SIZE='two': give an integer >= 0"),
+        ({**torchrun(0), "RANK": "-1"}, "RANK='-1': give an integer >= 0"),
+        ({**torchrun(0), "MASTER_PORT": "http"}, "MASTER_PORT='http': give an integer from 1 to 65535"),
+        ({**torchrun(0), "MASTER_PORT": "0"}, "MASTER_PORT='0': give an integer from 1 to 65535"),
+        ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT='70000': give an integer from 1 to 65535"),
     ],
 )
 def test_error_names_missing_or_invalid_launcher_variable(

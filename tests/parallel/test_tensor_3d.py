@@ -174,7 +174,7 @@ def low_precision() -> None:
             assert_near(output, expected, torch.bfloat16)
 
 
-def test_3d_model_matches_dense_model_in_autocast_and_half_precision(world: World) -> None:
+def test_3d_tensor_parallel_model_in_low_precision_is_near_float32_dense_model(world: World) -> None:
     world.run(4, low_precision)
 
 

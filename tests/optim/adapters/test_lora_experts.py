@@ -193,7 +193,7 @@ def test_saving_lora_of_expert_without_index_in_its_name_raises(world: World, tm
     pytest.importorskip("safetensors", reason="needs safetensors (the extra 'lora')")
     for text in world.run(2, saved_without_list, str(tmp_path)):
         assert text.startswith(
-            "0 has different experts along expert, but is in no nn.ModuleList that numbers the experts; put"
+            "0 has experts that differ between ranks along expert, but is in no nn.ModuleList that numbers the experts; put"
         )
 
 

@@ -185,6 +185,21 @@ def test_bf16_checkpoint_of_frozen_parameter_loads_only_while_parameter_is_froze
     assert not model.get_parameter("one.weight").equal(before)
 
 
+def test_loading_master_weight_of_unfrozen_parameter_raises_until_refresh(tmp_path: Path) -> None:
+    model = model_of()
+    save_checkpoint(tmp_path, model, optimizer_of(model, precision="bf16"))
+    model = model_of()
+    model.get_parameter("one.weight").requires_grad_(False)
+    optimizer = optimizer_of(model, precision="bf16")
+    model.get_parameter("one.weight").requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=r"one.weight, but the optimizer has none, .* call optimizer.refresh\(\) before"
+    ):
+        load_checkpoint(tmp_path, model, optimizer)
+    optimizer.refresh()
+    load_checkpoint(tmp_path, model, optimizer)
+
+
 class Fussy(torch.optim.lr_scheduler.StepLR):
     """A schedule that raises after it has loaded half of its state, if the saved ``gamma`` differs from its own."""
 

@@ -49,4 +49,4 @@ def test_avx512_loops_with_emulated_intrinsics_are_bitwise_identical_to_other_in
     control = run_tests(library_with(tmp_path, "-DSWAPPED"), environment, *chosen, files[0], before=HAS_AVX512)
     assert control.returncode == 1, control.stdout[-4000:] + control.stderr[-2000:]
     for test in ("power_sums", "chunk_means"):
-        assert f"test_compiled_{test}_are_bitwise_identical_for_all_loop_variants" in control.stdout
+        assert f"test_native_loop_{test}_are_bitwise_identical_for_all_loop_variants" in control.stdout

@@ -38,7 +38,7 @@ KERNELS: tuple[Kernels, ...] = ("auto", "torch")
     seed=st.integers(0, 2**31),
 )
 @example((70001,), torch.float16, 2.0, "plain", 1, 1.0, 3)
-def test_compiled_power_sums_match_reference_within_1e_minus_14(
+def test_native_loop_power_sums_match_reference_within_1e_minus_14(
     shape: tuple[int, ...], dtype: torch.dtype, p: float, variant: str, offset: int, scale: float, seed: int
 ) -> None:
     """Shapes, dtypes, alignments and scales are drawn. With the scales 1e-30 and 1e30, powers must not overflow."""
@@ -54,7 +54,7 @@ def test_compiled_power_sums_match_reference_within_1e_minus_14(
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float64])
 @pytest.mark.parametrize("p", [1, 2])
-def test_compiled_chunk_means_are_bitwise_identical_for_all_loop_variants_and_splits(
+def test_native_loop_chunk_means_are_bitwise_identical_for_all_loop_variants_and_splits(
     dtype: torch.dtype, p: int
 ) -> None:
     """The means are within 1e-14 of means in float64, and NaN or infinity affects only the mean of its chunk."""
@@ -94,7 +94,7 @@ def test_nonfinite_element_affects_only_power_sum_of_its_tensor(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_compiled_power_sums_are_bitwise_identical_for_all_loop_variants_and_threads(
+def test_native_loop_power_sums_are_bitwise_identical_for_all_loop_variants_and_threads(
     dtype: torch.dtype, p: float
 ) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
@@ -110,7 +110,7 @@ def test_compiled_power_sums_are_bitwise_identical_for_all_loop_variants_and_thr
     assert torchs_threads() is not None  # otherwise the loops never use torch's threads
 
 
-def test_compiled_power_sums_do_not_hang_in_forked_process() -> None:
+def test_native_loop_power_sums_do_not_hang_in_forked_process() -> None:
     """A forked child has no threads of torch, so it would hang if it waited for them."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):
@@ -137,7 +137,7 @@ def test_sum_of_hundred_million_squares_is_accurate_to_14_digits() -> None:
     assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
 
 
-def test_compiled_loops_leave_tensor_subclasses_and_norm_order_3_to_torch() -> None:
+def test_native_loops_leave_tensor_subclasses_and_norm_order_3_to_torch() -> None:
     class Other(Tensor):
         pass
 

@@ -23,7 +23,7 @@ STEPS = (0, 7, 2**33 + 1)
 
 
 @pytest.fixture(autouse=True)
-def _compiled_loops() -> Iterator[None]:
+def _native_loops() -> Iterator[None]:
     with using("auto"):
         yield
 
@@ -55,7 +55,7 @@ def wrong(everything: Sequence[Drawn]) -> list[str]:
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_many_sizes_and_addresses(
+def test_native_loop_rounding_is_bitwise_equal_to_plain_torch_for_many_sizes_and_addresses(
     variant: str, steps: int
 ) -> None:
     """One call rounds all tensors, at several addresses modulo 16 bytes."""
@@ -71,7 +71,7 @@ def test_compiled_rounding_is_bitwise_equal_to_plain_torch_for_many_sizes_and_ad
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(variant: str) -> None:
+def test_native_loop_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(variant: str) -> None:
     exact = torch.randn(1000).to(BF16).float()
     subnormals = torch.tensor([1, -(2**31) + 1, 0x7FFFFF, 0x10000], dtype=torch.int32).view(F32)
     kept = torch.cat([exact, torch.tensor([0.0, -0.0, torch.inf, -torch.inf]), subnormals[3:]]).repeat(20)
@@ -86,7 +86,7 @@ def test_compiled_rounding_keeps_bfloat16_values_infinities_and_upper_nan_bits(v
         assert bool((targets[2].float().abs() <= 2.0**-126).all())
 
 
-def test_compiled_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() -> None:
+def test_native_loop_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() -> None:
     sources = [values((numel,), numel) for numel in (3, 1_000_003, 17, 300_001)]
     found = list[Tensor]()
     for variant, threads, torchs in product(VARIANTS, (1, 2, 5), (True, False)):
@@ -100,7 +100,7 @@ def test_compiled_rounding_is_bitwise_equal_for_all_loop_variants_and_threads() 
     assert torchs_threads() is not None  # otherwise the loops never use torch's threads
 
 
-def test_compiled_rounding_draws_noise_in_row_major_order_for_strided_tensors() -> None:
+def test_native_loop_rounding_draws_noise_in_row_major_order_for_strided_tensors() -> None:
     source = values((40, 61), 1)
     turned, strided = source.t().contiguous().t(), torch.stack([source, source], -1)[..., 0]
     pairs = [
@@ -113,7 +113,7 @@ def test_compiled_rounding_draws_noise_in_row_major_order_for_strided_tensors() 
 
 
 @pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
-def test_compiled_rounding_is_bitwise_equal_to_interpreted_triton_kernel() -> None:
+def test_native_loop_rounding_is_bitwise_equal_to_interpreted_triton_kernel() -> None:
     with interpreted_pool() as pool:
         by_triton = pool(rounded_here)
     by_loop = rounded_here()
@@ -145,7 +145,7 @@ def test_torch_kernels_round_with_random_numbers_of_torch_generator() -> None:
     assert not torch.equal(bits(by_loop), bits(by_torch))
 
 
-def test_compiled_rounding_leaves_tensor_subclasses_and_lazy_negative_tensors_to_torch() -> None:
+def test_native_loop_rounding_leaves_tensor_subclasses_and_lazy_negative_tensors_to_torch() -> None:
     class Other(Tensor):
         pass
 
@@ -162,7 +162,7 @@ def test_compiled_rounding_leaves_tensor_subclasses_and_lazy_negative_tensors_to
     assert supported.pairs[0][0].tolist() == [1.0] * 4
 
 
-def test_compiled_rounding_of_tensor_saved_by_autograd_makes_backward_raise() -> None:
+def test_native_loop_rounding_of_tensor_saved_by_autograd_makes_backward_raise() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=BF16))
     loss = weight.square().sum()
     round_by_kernels([Drawn(Noise(0, 0, "weight"), [(weight, torch.ones(4))])])
@@ -171,5 +171,5 @@ def test_compiled_rounding_of_tensor_saved_by_autograd_makes_backward_raise() ->
 
 
 @pytest.mark.parametrize("states_only", [False, True])
-def test_compiled_rounding_is_equal_on_replicas_and_differs_between_shards(world: World, states_only: bool) -> None:
+def test_native_loop_rounding_is_equal_on_replicas_and_differs_between_shards(world: World, states_only: bool) -> None:
     assert_replicas_equal_and_shards_different(world.run(4, stepped_on_ranks, states_only))

@@ -41,7 +41,7 @@ class ByLoops(Case):
     variant=st.sampled_from(VARIANTS),
     seed=st.integers(0, 2**31),
 )
-def test_compiled_update_matches_float64_reference(
+def test_native_loop_update_matches_float64_reference(
     rule: Rule,
     numels: list[int],
     grad_dtype: torch.dtype,
@@ -57,7 +57,7 @@ def test_compiled_update_matches_float64_reference(
 @pytest.mark.parametrize("rule", [Adam(1e-3), Adam(1e-3, weight_decay=0.1, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_compiled_adam_updates_are_bitwise_identical_for_all_loop_variants(
+def test_native_loop_adam_updates_are_bitwise_identical_for_all_loop_variants(
     rule: Rule, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     results = list[list[Tensor]]()
@@ -71,7 +71,7 @@ def test_compiled_adam_updates_are_bitwise_identical_for_all_loop_variants(
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
-def test_compiled_updates_are_bitwise_identical_for_all_loop_variants_and_threads(rule: Rule) -> None:
+def test_native_loop_updates_are_bitwise_identical_for_all_loop_variants_and_threads(rule: Rule) -> None:
     results = list[list[Tensor]]()
     for variant, (threads, torchs) in product(VARIANTS, ((1, True), (3, True), (3, False))):
         case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
@@ -84,7 +84,7 @@ def test_compiled_updates_are_bitwise_identical_for_all_loop_variants_and_thread
 
 @pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_skipped_compiled_update_changes_nothing(rule: Rule, variant: str) -> None:
+def test_skipped_native_loop_update_changes_nothing(rule: Rule, variant: str) -> None:
     case = ByLoops(rule, [5, 20_000], torch.float32, torch.bfloat16, seed=5)
     case.grads[0][2] = torch.nan
     before = deepcopy(case.everything())
@@ -117,7 +117,7 @@ def assert_rounded_as_torch(found: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("rule", [SGD(1.0), Adam(0.0), Adam(0.0, decoupled=False)], ids=repr)
 @pytest.mark.parametrize("half_gradients", [False, True])
-def test_compiled_update_rounds_low_precision_weights_as_torch(
+def test_native_loop_update_rounds_low_precision_weights_as_torch(
     variant: str, half: torch.dtype, rule: Rule, half_gradients: bool
 ) -> None:
     """Adam rounds inside its loop if the variant has vector instructions; the other rules round in a second loop."""
@@ -133,7 +133,7 @@ def test_compiled_update_rounds_low_precision_weights_as_torch(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
-def test_compiled_adam_update_of_many_elements_rounds_low_precision_weights_as_torch(
+def test_native_loop_adam_update_of_many_elements_rounds_low_precision_weights_as_torch(
     variant: str, half: torch.dtype
 ) -> None:
     """If an update has 2^23 elements or more, the loop writes copies past the caches, if they begin at a cache line.
@@ -154,7 +154,7 @@ def test_compiled_adam_update_of_many_elements_rounds_low_precision_weights_as_t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
-def test_compiled_sgd_update_reads_low_precision_gradients_as_torch(variant: str, half: torch.dtype) -> None:
+def test_native_loop_sgd_update_reads_low_precision_gradients_as_torch(variant: str, half: torch.dtype) -> None:
     """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half)
     case = ByLoops(SGD(-1.0), [2**16], half, None, seed=7)
@@ -167,7 +167,7 @@ def test_compiled_sgd_update_reads_low_precision_gradients_as_torch(variant: str
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("half", [None, *HALVES])
-def test_compiled_adam_update_reads_low_precision_gradients_as_torch(
+def test_native_loop_adam_update_reads_low_precision_gradients_as_torch(
     variant: str, grad_dtype: torch.dtype, half: torch.dtype | None
 ) -> None:
     """The test covers all 2^16 values: with a ``beta1`` of 0, the first moment is the gradient."""
@@ -211,7 +211,7 @@ def test_reference_update_matches_torch_optimizer(
     torch.testing.assert_close(param.detach(), ours, rtol=1e-13, atol=1e-15)
 
 
-def test_compiled_library_with_other_interface_version_is_not_loaded(
+def test_native_library_with_other_interface_version_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Functions of another interface version take other arguments."""

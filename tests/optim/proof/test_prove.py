@@ -246,7 +246,7 @@ def test_prove_needs_at_most_twelve_forwards_per_wrong_parameter(world: World) -
     assert all(other == first for other in others)
 
 
-def test_prove_finds_one_wrong_parameter_by_bisection(world: World) -> None:
+def test_prove_finds_one_wrong_gradient_in_at_most_40_forwards(world: World) -> None:
     proof = world.run(2, _tower, _one_doubled)[0]
     assert [finding.name for finding in proof.findings] == ["layers.7.weight"]
     assert proof.findings[0].factor == pytest.approx(2.0)

@@ -72,7 +72,7 @@ def test_prove_accepts_tied_parameter_under_one_name_or_two(world: World, kind: 
 
 
 @pytest.mark.parametrize("kind", ["stale", "renamed, stale"])
-def test_prove_names_stale_replica_of_tied_parameter(world: World, kind: str) -> None:
+def test_prove_reports_tied_parameter_whose_replicas_differ_along_pipe(world: World, kind: str) -> None:
     proof, layouts = results(world, kind)
     for one in (proof, layouts[0].proof):
         (finding,) = one.findings

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.optim import Booster
+from meshstep.optim.recipe.booster import check_contents, check_loader
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from small_models import classifier, dataset
 from torch import Tensor, nn
@@ -237,7 +238,7 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
     ({"tensor": 2}, "", "ddp", "data_parallel='ddp' needs a data axis.*name an axis 'data'"),
     ({"tensor": 2}, "", None, "no spec for 0.weight, 0.bias.*say how each parameter is laid out"),
     ({"data": 2}, "split", "ddp", r"0.weight, P\('data'\), contains the data axis 'data' .*; give data_parallel=None"),
-    ({"data": 2}, "split", "fsdp", "treats all parameters equally over the data axes"),
+    ({"data": 2}, "split", "fsdp", "assumes that every parameter is replicated over the data axes"),
     ({"data": 2}, "stepped", "fsdp", "has states of the old parameters; call boost before the optimizer's first step"),
     (
         {"data": 2},
@@ -348,3 +349,18 @@ def test_boost_accepts_only_loaders_that_distribute_samples_over_data_ranks(worl
     ):
         for text in texts:
             assert re.search(message, text) if message else text == "", (how, texts)
+
+
+def test_loader_advice_on_mesh_without_sample_axes_is_valid() -> None:
+    """On such a mesh, ``registry.rank(*registry.topology.sample_axes)`` raises."""
+    with ProcessGroupRegistry(Topology(tensor=1)) as registry:
+        sampler: Any = DistributedSampler(dataset(), num_replicas=2, rank=1)
+        with pytest.raises(
+            ValueError, match=r"rank 1 of 2, .*sampler=DistributedSampler\(dataset, num_replicas=1, rank=0\)"
+        ):
+            check_loader(DataLoader(dataset(), 4, sampler=sampler), registry)
+        check_loader(DataLoader(dataset(), 4, sampler=DistributedSampler(dataset(), num_replicas=1, rank=0)), registry)
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 1 begin with different samples, .*; give all ranks the same samples"
+    ):
+        check_contents(["one", "other"], Topology(tensor=2))

@@ -172,7 +172,7 @@ def skipped(layout: str, states: States, precision: Mode | Precision, first: boo
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["one rank", "grid", "ZeRO-1", "offload, bf16"])
-def test_skipped_step_with_half_states_changes_nothing(world: World, name: str, first: bool) -> None:
+def test_skipped_step_with_half_states_changes_no_values(world: World, name: str, first: bool) -> None:
     layout, states, precision = CONFIGS[name]
     assert all(world.run(LAYOUTS[layout].topology.world_size, skipped, layout, states, precision, first))
 

@@ -251,7 +251,7 @@ def test_step_with_split_masters_updates_version_counters() -> None:
                     loss.backward()
 
 
-def test_split_masters_are_stepped_in_one_compiled_call() -> None:
+def test_split_masters_are_stepped_in_one_native_loop_call() -> None:
     calls: list[int] = []
     update = again.update_by_loops
 
@@ -344,7 +344,7 @@ def skipped(name: str, first: bool) -> bool:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states", "offload"])
-def test_skipped_step_with_split_masters_changes_nothing(world: World, name: str, first: bool) -> None:
+def test_skipped_step_with_split_masters_changes_no_values(world: World, name: str, first: bool) -> None:
     assert all(world.run(LAYOUTS[RUNS[name][0]].topology.world_size, skipped, name, first))
 
 

@@ -40,8 +40,11 @@ def test_explicit_clip_does_not_complete_window_after_failed_backward(steps: int
     assert optimizer.step() is not None
 
 
-def changed_threshold() -> tuple[str, float]:
-    """Return the error, "skipped" or "stepped", and the first weight."""
+def changed_threshold() -> tuple[str, float, float]:
+    """Return the error, "skipped" or "stepped", the first weight, and the first weight after a step after `refresh`.
+
+    Before `refresh`, both param groups of the first stage get the threshold 0.5, and the group of the second stage too.
+    """
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         a, b = weight("a"), weight("b")
         groups = [{"params": [a], "max_norm": 1.0}, {"params": [b], "max_norm": 1.0}]
@@ -55,14 +58,22 @@ def changed_threshold() -> tuple[str, float]:
             text = "skipped" if stats.skipped else "stepped"
         except ValueError as error:
             text = str(error)
-        return text, float(a[0])
+        unchanged = float(a[0])
+        optimizer.zero_grad()
+        for own in optimizer.param_groups:
+            own["max_norm"] = 0.5
+        optimizer.refresh()
+        optimizer.backward((a * 3).sum() + (b.sum() if first else 0))
+        optimizer.step()
+        return text, unchanged, float(a[0])
 
 
-def test_group_threshold_changed_on_one_stage_raises_there_and_skips_step_elsewhere(world: World) -> None:
-    (first, weight_of_first), (second, weight_of_second) = world.run(2, changed_threshold)
-    assert "ranks with fewer param groups" in first
+def test_group_threshold_changed_on_one_stage_raises_until_refresh(world: World) -> None:
+    (first, *weights_of_first), (second, *weights_of_second) = world.run(2, changed_threshold)
+    assert "Ranks without some of these groups do not see the change" in first
+    assert "call optimizer.refresh() on every rank" in first
     assert second == "skipped"
-    assert (weight_of_first, weight_of_second) == (0.0, 0.0)
+    assert weights_of_first == weights_of_second == [0.0, pytest.approx(-0.5 / 8**0.5)]
 
 
 def clipped_sums() -> tuple[str, float]:

@@ -162,7 +162,7 @@ def test_bypassing_optimizer_backward_with_loss_scale_or_accumulation_raises_in_
     world: World, mode: Mode, options: dict[str, Any], late: int, by_optimizer: bool
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, by_optimizer):
-        start = "gradients were found whose loss was not multiplied by the loss scale"
+        start = "some backward calls bypassed the optimizer: their loss was not multiplied by the loss scale"
         assert text.startswith("there are gradients, but " if "accumulation_steps" in options else start)
         assert "write optimizer.backward(loss) instead of loss.backward()" in text
         assert step == late
@@ -175,7 +175,9 @@ def test_unscaled_loss_within_window_context_in_later_step_raises_on_every_rank(
     world: World, mode: Mode, options: dict[str, Any], late: int
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, True, True):
-        assert text.startswith("gradients were found whose loss was not multiplied by the loss scale")
+        assert text.startswith(
+            "some backward calls bypassed the optimizer: their loss was not multiplied by the loss scale"
+        )
         assert step == late
 
 
@@ -250,7 +252,7 @@ def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, ZERO1, ZERO2, {"accumulation_steps": 3}])
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
-def test_backward_calls_inside_window_context_match_optimizer_backward(
+def test_two_backwards_in_optimizer_window_match_one_optimizer_backward_of_summed_loss(
     world: World, mode: Mode, options: dict[str, Any]
 ) -> None:
     window, own = (world.run(2, by_others, mode, options, way) for way in ("window", "backward"))

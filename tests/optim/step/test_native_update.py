@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Calls) -> None:
+def test_native_loop_update_gives_states_and_weights_of_torch(name: str, calls: Calls) -> None:
     """Keys, dtypes and shapes are equal, and values up to rounding, over ten steps with one skipped step."""
     found = dict[str, tuple[dict[str, Any], list[Tensor]]]()
     for kernels in KERNELS:
@@ -130,7 +130,7 @@ def test_channels_last_parameters_and_gradients_are_stepped_as_by_unfused_torch(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_compiled_update_after_tensors_changed_between_steps_matches_torch(change: str) -> None:
+def test_native_loop_update_after_tensors_changed_between_steps_matches_torch(change: str) -> None:
     """Cached addresses must not be used after a change."""
     found = changed(change, KERNELS)
     close(found[0], found[1])
@@ -212,7 +212,7 @@ class OtherRule(torch.optim.AdamW):
     """A user-defined subclass of a supported optimizer."""
 
 
-def test_compiled_loops_reject_subclassed_unfused_and_unsupported_optimizers() -> None:
+def test_native_loops_reject_subclassed_unfused_and_unsupported_optimizers() -> None:
     params = list(model_of())
     assert loops_for(OtherRule(params, fused=True)) is None
     assert loops_for(torch.optim.AdamW(params)) is None

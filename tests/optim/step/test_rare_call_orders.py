@@ -146,7 +146,7 @@ def train_two_windows(options: dict[str, Any], fails: bool) -> list[list[float]]
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": TorchFp16(init_scale=64.0)}, ZERO1, ZERO2, {"overlap": True}])
-def test_zero_grad_after_error_between_micro_batches_restarts_window(world: World, options: dict[str, Any]) -> None:
+def test_zero_grad_in_except_block_restarts_accumulation(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, train_two_windows, options, True) == world.run(2, train_two_windows, options, False)
 
 

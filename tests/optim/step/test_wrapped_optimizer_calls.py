@@ -90,7 +90,7 @@ def test_torch_grad_scaler_on_wrapped_optimizer_raises() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_compiled_loops_step_a_wrapped_optimizer_only_if_it_is_fused(fused: bool) -> None:
+def test_native_loops_step_a_wrapped_optimizer_only_if_it_is_fused(fused: bool) -> None:
     model = small()
     inner = adamw(model, fused=fused)
     optimizer = ParallelOptimizer(inner, alone(), max_norm=0.5)
@@ -293,7 +293,7 @@ def sharded_states_by_torch() -> bool:
         return bool(TorchStates(optimizer).state_dict()["state"])
 
 
-def test_torch_states_with_zero1_can_be_created_for_wrapped_optimizer(world: World) -> None:
+def test_torch_states_adapter_with_zero1_returns_nonempty_state(world: World) -> None:
     assert world.run(2, sharded_states_by_torch) == [True, True]
 
 

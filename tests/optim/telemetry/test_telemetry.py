@@ -459,7 +459,7 @@ def norms_in_fixed_order(size: int) -> tuple[float, float]:
         return float(stats.total_norm), last(telemetry).to_dict()["grad_norm/total"]
 
 
-def test_telemetry_averages_gradients_that_are_summed_in_fixed_order(world: World) -> None:
+def test_gradient_norm_with_fixed_sum_order_is_of_mean_gradient(world: World) -> None:
     for size in (1, 2, 4):
         for measured, figure in world.run(size, norms_in_fixed_order, size):
             assert measured == pytest.approx(math.sqrt(8), rel=1e-6)

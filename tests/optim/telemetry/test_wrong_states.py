@@ -47,6 +47,7 @@ NAN = torch.full((3,), math.nan, dtype=torch.float64)
         (("step",), "5", "step is '5'; expected an integer from 0"),
         (("step",), math.nan, "step is nan; expected an integer from 0"),
         (("spectral",), {"up": "x"}, r"spectral\['up'\] is 'x'; expected a tensor of finite floats"),
+        (("spectral",), {"up": NAN}, r"spectral\['up'\] contains NaN or infinity; all values must be finite"),
     ],
 )
 def test_telemetry_rejects_wrong_value_in_state(path: tuple[str, ...], wrong: Any, said: str) -> None:
@@ -66,7 +67,7 @@ def test_telemetry_rejects_wrong_value_in_state(path: tuple[str, ...], wrong: An
 @pytest.mark.parametrize("wrong", [{"means": NAN}, {"means": torch.ones(2)}, {"means": [1.0]}, {}, [1]])
 def test_noise_scale_rejects_wrong_means_in_state(wrong: Any) -> None:
     running = RunningScale(0.9, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"noise.* (expected|has no means)"):
+    with pytest.raises(ValueError, match=r"noise.* (expected|has no means|contains NaN or infinity)"):
         running.load_state_dict(wrong)
     assert running.means.tolist() == [0.0, 0.0, 0.0]
 

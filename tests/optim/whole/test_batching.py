@@ -197,7 +197,7 @@ def test_batched_step_divides_gradients_by_grad_scale(name: str) -> None:
 @pytest.mark.default_cases(30)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("scale", "dtype"), [(None, torch.float32), (8.0, torch.float32), (None, torch.float64)])
-def test_skipped_batched_step_changes_nothing(name: str, scale: float | None, dtype: torch.dtype) -> None:
+def test_skipped_batched_step_changes_no_values(name: str, scale: float | None, dtype: torch.dtype) -> None:
     before, single = stepped(OPTIMIZERS[name], True, dtype, scale, stop=3)
     after, together = stepped(OPTIMIZERS[name], True, dtype, scale, skipped=(3,), stop=4)
     for param, same in zip(before.values(), after.values(), strict=True):

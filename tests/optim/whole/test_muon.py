@@ -356,9 +356,12 @@ def refused(states: Any) -> str:
         return str(error.value)
 
 
-def test_muon_rejects_half_states_stochastic_rounding_and_removed_parameters(world: World) -> None:
+def test_tensor_parallel_muon_rejects_half_states_and_stochastic_rounding(world: World) -> None:
     assert all("HalfStates" in text for text in world.run(2, refused, HalfStates()))
     assert all("stochastic rounding" in text for text in world.run(2, refused, None))
+
+
+def test_muon_step_raises_if_a_parameter_was_removed_from_a_param_group() -> None:
     param = nn.Parameter(torch.randn(4, 3))
     param.grad = torch.ones(4, 3)
     optimizer = Muon([param, nn.Parameter(torch.randn(2, 2))])

@@ -665,6 +665,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self.last_stats = decision.stats
         self._window.close_after_step(self._model_params)
         if self._switch is not None:
+            self._switch.discard_old_weights()
             self._switch.expect(self._window)
 
     def _ended(self, reason: str) -> FloatingPointError | RuntimeError:

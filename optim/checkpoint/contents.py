@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel.interop.local_parameters import local_parameter
+from ...parallel.interop.local_parameters import discard_gathered, local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import Span
@@ -154,6 +154,7 @@ def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dic
 
     Raise ValueError if a module has non-empty extra state (``get_extra_state``).
     """
+    discard_gathered(model)  # `named_parameters` would return them instead of the shards
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)

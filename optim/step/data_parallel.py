@@ -6,7 +6,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.capture import is_captured
-from ...parallel.interop.local_parameters import has_aborted_backward, has_dtensors
+from ...parallel.interop.local_parameters import fully_sharded, has_aborted_backward, has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import is_whole
@@ -138,6 +138,9 @@ class GradSyncController(ABC):
 
     def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (optional to override)
         """Raise RuntimeError if the module keeps gradients that `zero_grad` can't clear. Default: no error."""
+
+    def discard_old_weights(self) -> None:  # noqa: B027 (optional to override)
+        """Free copies of the weights that a module made before an update. Default: no effect."""
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
@@ -281,6 +284,16 @@ class TorchGradSync(GradSyncController):
             )
         with super().micro_batch(window):
             yield
+
+    @cached_property
+    def _fully_sharded(self) -> list[Any]:
+        return [] if self.is_ddp else [inner for module in self.modules for inner in fully_sharded(module)]
+
+    def discard_old_weights(self) -> None:
+        """Free the gathered parameters of `fully_shard` modules. A forward without a backward since the last backward has
+        left them, and the next forward would use them, although the update changed the shards."""
+        for module in self._fully_sharded:
+            module.reshard()
 
     def not_captured(self) -> str | None:
         module = type(self.modules[0]).__name__

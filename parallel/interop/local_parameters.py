@@ -73,6 +73,15 @@ def named_shards(model: nn.Module) -> dict[str, Tensor]:
     return {name: shards.get(id(param), param) for name, param in model.named_parameters()}
 
 
+def discard_gathered(model: nn.Module) -> None:
+    """Free the gathered parameters of the `fully_shard` modules within ``model``. The next forward gathers them again.
+
+    A module may have kept them since a forward without a backward. They do not change when the shards change.
+    """
+    for module in fully_sharded(model):
+        module.reshard()
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a DTensor, or a plain tensor unchanged. Collectives: none."""
     if not has_dtensors((tensor,)):

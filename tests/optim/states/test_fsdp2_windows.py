@@ -223,3 +223,41 @@ def error_after_failed_backward() -> bool:
 
 def test_backward_after_a_failed_backward_of_fully_shard_raises(world: World) -> None:
     assert all(world.run(2, error_after_failed_backward))
+
+
+def train_with_evaluations(folder: Path, evaluate: bool) -> Full:
+    """Evaluate between backward and `step`, and before a checkpoint is saved and loaded.
+
+    After a forward without a backward, torch keeps the full parameters of the root module, and reads them in the next
+    forward.
+    """
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, max_norm=0.3, data_parallel=net)
+
+        def look() -> None:
+            if evaluate:
+                with torch.no_grad():
+                    net(micro_batch(registry.rank("data"), 6, False))
+
+        for index in range(4):
+            optimizer.zero_grad()
+            optimizer.backward(net(micro_batch(registry.rank("data"), index, False)).mean())
+            look()
+            optimizer.step()
+            if index == 1:
+                look()
+                save_checkpoint(folder, net, optimizer)
+        look()
+        load_checkpoint(folder, net, optimizer)
+        optimizer.zero_grad()
+        optimizer.backward(net(micro_batch(registry.rank("data"), 5, False)).mean())
+        optimizer.step()
+        return whole(net, registry)
+
+
+def test_evaluations_between_backward_and_step_or_before_a_checkpoint_change_no_weights(
+    world: World, tmp_path: Path
+) -> None:
+    expected, found = (world.run(2, train_with_evaluations, tmp_path / str(look), look) for look in (False, True))
+    assert same(found, expected)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..parallel.interop.local_parameters import spec_of
+from ..parallel.interop.local_parameters import has_dtensors, missing_spec, spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
+from ..parallel.layout.spec import P
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.value_checks import check_count, fields, wrong
 from .by_bucket import Bucket, split_runs, step_by_bucket
@@ -246,8 +247,8 @@ class StochasticRounding:
         optimizer: Any torch optimizer except L-BFGS. Its floating-point states of bfloat16 parameters are stored in
             bfloat16, as torch's ``load_state_dict`` stores them. Numbers that all elements share (NAdam's
             ``"mu_product"``) keep their dtype. Add param groups with `StochasticRounding.add_param_group`.
-        registry: The process groups, on the mesh whose axes the parameters' specs name. Default None: parameters need no
-            spec.
+        registry: The process groups, on the mesh whose axes the parameters' specs name. On a mesh without model axes,
+            parameters without a spec are replicated. Default None: parameters need no spec.
         seed: Integer of at most 64 bits, equal on all ranks. Default: 0.
         bucket_numel: Maximum number of elements per bucket of several parameters, >= 1. Default None: 2^22 if the first
             parameter is on a CPU, 2^24 if it is on a GPU.
@@ -259,7 +260,7 @@ class StochasticRounding:
         kernel: Rounds tensors with noise of its own, equal on replicas. None: torch's operators round all tensors.
     Raises:
         ValueError: ``bucket_numel`` is smaller than 1. Or, with a registry of more than one rank, a bfloat16 parameter
-            has no spec, or has no name and is not tied.
+            has no name and is not tied. Or, with model axes larger than 1, a bfloat16 parameter has no spec.
     Collectives: none, and no host synchronization, except in the ``update`` that `step` calls.
     """
 
@@ -298,8 +299,7 @@ class StochasticRounding:
         """Include bfloat16 parameters that were added to the optimizer without `StochasticRounding.add_param_group`.
 
         Raises:
-            ValueError: With a registry of more than one rank, a bfloat16 parameter has no spec, or has no name and is not
-                tied.
+            ValueError: As in the constructor, for a bfloat16 parameter without a name or without a spec.
         """
         self._keys = self._make_keys()
 
@@ -309,7 +309,12 @@ class StochasticRounding:
         if registry is None or registry.topology.world_size == 1:
             return name or place
         topology = registry.topology
-        spec = spec_of(param, topology)
+        if annotation is not None or has_dtensors((param,)):
+            spec = spec_of(param, topology)
+        elif topology.size(*topology.model_axes) == 1:
+            spec = P()  # without model axes, undeclared parameters are replicated
+        else:
+            raise missing_spec(param, name)
         if spec.tied:  # a tied parameter may have different names on its stages
             name = f"{spec} {tuple(param.shape)}"
         if name is None:
@@ -323,8 +328,8 @@ class StochasticRounding:
         Args:
             param_group: As in ``torch.optim.Optimizer.add_param_group``.
         Raises:
-            ValueError: With a registry of more than one rank, a new bfloat16 parameter has no spec, or has no name and is
-                not tied. The optimizer is unchanged.
+            ValueError: As in the constructor, for a bfloat16 parameter without a name or without a spec. The optimizer is
+                unchanged.
             ValueError, TypeError: As in ``torch.optim.Optimizer.add_param_group``.
         """
         self.optimizer.add_param_group(param_group)

@@ -118,11 +118,16 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
     """
     annotation = annotation_of(local_parameter(param, topology))
     if annotation is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has no spec; declare its layout with declare(model, "
-            "{'name or pattern': P(...)}), with P() for replicated (copy.deepcopy and wrappers drop specs: declare again)"
-        )
+        raise missing_spec(param)
     return annotation.spec if topology is None else annotation.spec_on(topology)
+
+
+def missing_spec(param: Tensor, name: str | None = None) -> ValueError:
+    """Return the error for an undeclared parameter. Without ``name``, it gives the parameter's shape."""
+    return ValueError(
+        f"{name or f'a parameter of shape {tuple(param.shape)}'} has no spec; declare its layout with declare(model, "
+        "{'name or pattern': P(...)}), with P() for replicated (copy.deepcopy and wrappers drop specs: declare again)"
+    )
 
 
 class Gradients(NamedTuple):

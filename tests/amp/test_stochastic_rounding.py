@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.amp import MasterWeights, StochasticRounding, stochastic_round_
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.amp import Bf16, MasterWeights, StochasticRounding, stochastic_round_
+from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim.states.chain import StatePlacement
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from optimizers import Counting
 from small_models import Mlp, mlp
 from torch import Tensor, nn
@@ -420,6 +422,50 @@ def nameless_on_a_mesh() -> str:
 
 def test_stochastic_rounding_on_several_ranks_needs_parameter_names(world: World) -> None:
     assert all("declare(model)" in message for message in world.run(4, nameless_on_a_mesh))
+
+
+def trained_on_data_ranks(declared: bool, states: tuple[StatePlacement, ...]) -> list[Tensor]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        if declared:
+            declare(model, {"*": P()})
+        precision = Bf16(stochastic_rounding=True)
+        precision.prepare(model, registry)
+        optimizer = ParallelOptimizer(adamw(model.named_parameters()), registry, precision=precision, states=states)
+        for _ in range(3):
+            optimizer.backward(
+                model(torch.full((2, 6), 1.0 + registry.global_rank, dtype=BF16)).float().square().mean()
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("states", [(), (Sharded("data"),)], ids=str)
+def test_undeclared_parameters_on_data_axes_round_like_declared_replicas(
+    world: World, states: tuple[StatePlacement, ...]
+) -> None:
+    first, second = world.run(2, trained_on_data_ranks, False, states)
+    declared = world.run(2, trained_on_data_ranks, True, states)[0]
+    for found, replica, expected in zip(first, second, declared, strict=True):
+        assert torch.equal(found, replica)
+        assert torch.equal(found, expected)
+
+
+def round_undeclared_on_tensor_axis() -> str:
+    weight = nn.Parameter(torch.ones(4, dtype=BF16))
+    with (
+        ProcessGroupRegistry(Topology(tensor=2)) as registry,
+        pytest.raises(ValueError, match="has no spec") as problem,
+    ):
+        StochasticRounding(torch.optim.SGD([("up.weight", weight)], lr=1e-3), registry)
+    return str(problem.value)
+
+
+def test_missing_spec_error_of_stochastic_rounding_names_the_parameter(world: World) -> None:
+    for message in world.run(2, round_undeclared_on_tensor_axis):
+        assert message.startswith("up.weight has no spec; declare its layout with declare(model, ")
 
 
 def test_stochastic_rounding_depends_on_parameter_name_not_position() -> None:

@@ -16,6 +16,7 @@ from ..amp.casting import HALF_DTYPES
 from ..amp.modes import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.local_parameters import divide_once, has_dtensors, local_parameter
+from ..parallel.layout.annotation import annotation_of
 from ..parallel.mesh.agreement import (
     check_all_say_the_same,
     described,
@@ -147,6 +148,7 @@ class Setup:
 
         def declare() -> tuple[ReductionPlan, _Declared]:
             self._check_arguments()
+            check_not_meta(groups)
             if self.device_of(groups).type == "cuda" and Offloaded(1.0) not in self.placements:
                 check_steps_on_gpu(self.optimizer)
             check_split(self.context(precision_of(self.precision)), [pair for group in groups for pair in group])
@@ -629,6 +631,20 @@ class AllOptions(StepOptions, total=False):
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def check_not_meta(groups: NamedGroups) -> None:
+    """Raise ValueError if a parameter is on the meta device."""
+    for index, group in enumerate(groups):
+        for position, (name, param) in enumerate(group):
+            if param.is_meta:
+                annotation = annotation_of(param)
+                known = name or (annotation.name if annotation else None) or f"parameter {position} of group {index}"
+                raise ValueError(
+                    f"{known} is on the meta device and has no elements; call model.to_empty(device=...), initialize or "
+                    "load the weights, and then create the optimizer"
+                )
+
 
 # Names of arguments in other libraries or in earlier versions, with the text that an error tells the user to write.
 ELSEWHERE = {

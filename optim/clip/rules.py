@@ -15,7 +15,7 @@ from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
-from ..norm.global_norm import Named, UnitDim, Units
+from ..norm.global_norm import Named, UnitDim, Units, check_glob
 from ..norm.measure import Norms, checked_norm_type, clip_coefficient
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
@@ -218,6 +218,14 @@ class Adaptive(Clip):
     def check(self) -> None:
         check_positive(self.clipping, "clipping")
         check_positive(self.eps, "eps")
+        dims = self.unit_dim if isinstance(self.unit_dim, Mapping) else {"*": self.unit_dim}
+        for pattern, dim in dims.items():
+            check_glob(pattern, "a key of unit_dim=", "write one key per glob, such as {'*.conv.*': 1}")
+            if not isinstance(dim, int) or isinstance(dim, bool):
+                raise TypeError(
+                    f"unit_dim= has the {type(dim).__name__} {dim!r} for {pattern!r}, expected one dim (an integer); write "
+                    "unit_dim=1, or a dict such as unit_dim={'*.conv.*': 1}"
+                )
 
     def factors(self, norms: Norms) -> Tensor:
         longest = self.clipping * norms.weights.clamp(min=self.eps)
@@ -259,6 +267,11 @@ class ByName(Clip):
     def __init__(
         self, groups: Mapping[str, OfGroup], others: OfGroup | EllipsisType = ..., norm_type: float | None = None
     ) -> None:
+        if not isinstance(groups, Mapping):
+            raise TypeError(
+                f"the groups of ByName are a {type(groups).__name__}, expected a dict from globs to thresholds or rules; "
+                "write ByName({'*.experts.*': 0.5, '*': 1.0})"
+            )
         made = tuple((pattern, _to_rule(value)) for pattern, value in groups.items())
         rule = others if isinstance(others, EllipsisType) else _to_rule(others)
         for name, value in (("groups", made), ("others", rule), ("norm_type", norm_type)):
@@ -271,6 +284,7 @@ class ByName(Clip):
                 "ByName has no groups: give a threshold or a rule per pattern, such as {'*.experts.*': 0.5}"
             )
         for pattern, rule in self._all:
+            check_glob(pattern, "a key of max_norm=", "write one key per glob, such as {'*.experts.*': 0.5, '*': 1.0}")
             if rule is None:
                 continue
             where = f"the rule of {pattern!r}" if pattern else "the rule of others="

@@ -335,6 +335,12 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
+def check_glob(glob: object, where: str, write: str) -> None:
+    """Raise TypeError unless ``glob`` is a string. The error begins with ``where`` and ends with the advice ``write``."""
+    if not isinstance(glob, str):
+        raise TypeError(f"{where} has the {type(glob).__name__} {glob!r:.80}, expected one glob (a string); {write}")
+
+
 @dataclass(frozen=True)
 class Named:
     """A division of the logical parameters into named groups: one per pattern, and one of all remaining parameters.

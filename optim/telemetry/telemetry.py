@@ -32,7 +32,7 @@ from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
 from ..build import check_is_parallel
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
-from ..norm.global_norm import matches
+from ..norm.global_norm import check_glob, matches
 from ..norm.measure import check_every
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
@@ -95,9 +95,18 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
 
 
 def checked_by(by: object) -> None:
-    """Raise ValueError unless ``by`` is "parameter", "layer", "group" or a mapping that is not empty."""
+    """Raise ValueError unless ``by`` is "parameter", "layer", "group" or a mapping that is not empty.
+
+    Raise TypeError for a mapping with a label or a glob that is not a string.
+    """
     if by not in ("parameter", "layer", "group") and not (isinstance(by, Mapping) and by):
         raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
+    for label, glob in by.items() if isinstance(by, Mapping) else ():
+        if not isinstance(label, str):
+            raise TypeError(
+                f"by= has the label {label!r} of type {type(label).__name__}, expected a string; write {{'mlp': '*.mlp.*'}}"
+            )
+        check_glob(glob, f"by= at label {label!r}", f"write one label per glob, such as {{{label!r}: '*.mlp.*'}}")
 
 
 def _check_matches(glob: str, names: Sequence[str], argument: str) -> None:
@@ -194,12 +203,14 @@ class SpectralNorms:
     iterations: int = 2
 
     def check(self) -> None:
-        """Raise ValueError if an option is out of range."""
+        """Raise ValueError if an option is out of range, and TypeError for a glob that is not a string."""
         if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
             raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
         globs: object = self.globs
         if not isinstance(globs, tuple) or not globs:
             raise ValueError(f"SpectralNorms(globs={self.globs!r}): give a tuple of globs, such as ('*.weight',)")
+        for index, glob in enumerate(globs):
+            check_glob(glob, f"SpectralNorms(globs=...) at index {index}", "write a tuple, such as ('*.weight',)")
 
 
 class PowerIteration:
@@ -490,8 +501,8 @@ class Telemetry(StepObserver):
             unequal sizes and no declared full shape (`annotate`), or the optimizer already has a Telemetry. With
             ``noise=`` also: gradients are reduced over data ranks before `step`, there is only one data rank, or no
             trainable parameter's gradient comes from a single data rank's samples.
-        TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, or ``noise`` is not a `NoiseScale`. On this
-            rank: the optimizer is not a `ParallelOptimizer`.
+        TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, ``noise`` is not a `NoiseScale`, or a label or
+            glob is not a string. On this rank: the optimizer is not a `ParallelOptimizer`.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. In a measured step, one

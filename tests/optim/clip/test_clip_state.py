@@ -543,6 +543,11 @@ def test_clip_grad_norm_raises_if_rule_needs_clip_state(rule: Any, why: str) -> 
             "the rule of 'up' is PerParameter.*give a rule without norm_type that multiplies all gradients by one factor",
         ),
         (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of others= is ByValue"),
+        ({("up", "down"): 1.0}, TypeError, r"^a key of max_norm= has the tuple \('up', 'down'\), expected one glob"),
+        ({3: 1.0}, TypeError, "^a key of max_norm= has the int 3, expected one glob"),
+        (Adaptive(unit_dim={("up",): 1}), TypeError, "^a key of unit_dim= has the tuple"),  # type: ignore[dict-item]
+        (Adaptive(unit_dim={"up": [1]}), TypeError, r"^unit_dim= has the list \[1\] for 'up', expected one dim"),  # type: ignore[dict-item]
+        (Adaptive(unit_dim="up"), TypeError, "^unit_dim= has the str 'up'"),  # type: ignore[arg-type]
     ],
 )
 def test_rule_with_invalid_argument_is_rejected_at_construction_and_assignment(
@@ -554,6 +559,11 @@ def test_rule_with_invalid_argument_is_rejected_at_construction_and_assignment(
     with pytest.raises(error, match=message):
         optimizer.max_norm = rule
     assert optimizer.max_norm is None
+
+
+def test_by_name_with_list_instead_of_dict_is_rejected() -> None:
+    with pytest.raises(TypeError, match=r"^the groups of ByName are a list, expected a dict from globs"):
+        ByName([("up", 1.0)])  # type: ignore[arg-type]
 
 
 class Forgetful(Clip):

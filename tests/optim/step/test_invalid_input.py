@@ -30,6 +30,12 @@ def parameter(spec: P | None, *shape: int, name: str = "weight", dtype: torch.dt
     return param
 
 
+def named_on_device(device: str) -> nn.Parameter:
+    param = nn.Parameter(torch.ones(4, device=device))
+    annotate(param, P(), "weight")
+    return param
+
+
 def on_last(usual: P, other: P | None) -> P | None:
     return other if dist.get_rank() == dist.get_world_size() - 1 else usual
 
@@ -106,6 +112,14 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     "complex parameter": (
         lambda: wrap(parameter(P(), 4, dtype=torch.complex64)),
         "weight is complex .*torch.view_as_complex in forward",
+    ),
+    "meta device": (
+        lambda: wrap(parameter(P(), 4), nn.Parameter(torch.ones(4, device="meta"))),
+        "parameter 1 of group 0 is on the meta device",
+    ),
+    "meta device on one rank": (
+        lambda: wrap(named_on_device("meta" if dist.get_rank() == 3 else "cpu")),
+        r"(^|: )weight is on the meta device and has no elements; call model.to_empty\(device=",
     ),
     "wrapped twice": (
         lambda: (

@@ -270,6 +270,28 @@ def test_telemetry_rejects_invalid_arguments(options: dict[str, Any], said: str)
     Telemetry(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"by": {"mlp": ["0.*"]}},
+            r"^by= at label 'mlp' has the list \['0.\*'\], expected one glob \(a string\); write one label per glob",
+        ),
+        ({"by": {"mlp": ("0.*",)}}, "^by= at label 'mlp' has the tuple"),
+        ({"by": {3: "0.*"}}, "^by= has the label 3 of type int, expected a string; write"),
+        (
+            {"spectral": SpectralNorms((["*.weight"],))},  # type: ignore[arg-type]
+            r"^SpectralNorms\(globs=...\) at index 0 has the list \['\*.weight'\], expected one glob",
+        ),
+    ],
+)
+def test_telemetry_rejects_globs_and_labels_that_are_not_strings(options: dict[str, Any], said: str) -> None:
+    optimizer = alone(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(TypeError, match=said):
+        Telemetry(optimizer, **options)
+    Telemetry(optimizer)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("spectral", "SpectralNorms"), ("noise", "NoiseScale")])
 def test_telemetry_rejects_true_as_an_option(name: str, kind: str) -> None:
     optimizer = alone(nn.Sequential(nn.Linear(3, 2)))

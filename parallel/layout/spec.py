@@ -128,8 +128,6 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     for offset, length in spans:
         if found and (not length or sum(found[-1]) == offset):
             found[-1] = (found[-1][0], found[-1][1] + length)
-        elif found and not found[-1][1]:
-            found[-1] = (offset, length)
         else:
             found.append((offset, length))
     return tuple(found)

@@ -250,6 +250,7 @@ def test_constant_scale_rejects_bad_value(value: float) -> None:
         ({"good_steps": 3}, r"good_steps=3 .* 0\.\.2"),
         ({"overflows_left": -1}, "overflows_left=-1"),
         ({"hysteresis": 0}, "hysteresis=0"),
+        ({"hysteresis": 1.5}, "hysteresis=1.5 .*give an integer"),
         ({"extra": 1}, "extra"),
     ],
 )

@@ -12,6 +12,7 @@ different process groups compute them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -359,16 +360,66 @@ class GradientBucket:
         return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
+class InFlight:
+    """Starts reductions, finishes them in the order in which they started, and limits how many run at the same time.
+
+    Each of the ``most`` running reductions (None: no limit) may hold a flat copy of its bucket.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self._started: deque[Finish] = deque()
+
+    def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
+        """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
+
+        With ``to_the_end``, finish all reductions before returning, including those of earlier calls.
+        """
+        for start in starts:
+            self._started.append(start())
+            if self.most is not None and len(self._started) >= self.most:
+                self._started.popleft()()
+        while to_the_end and self._started:
+            self._started.popleft()()
+
+
+def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
+    """Start and finish all reductions. At most ``most`` reductions (default 2; None: no limit) run at the same time."""
+    InFlight(most).run(starts, to_the_end=True)
+
+
 def reduce_all(buckets: Iterable[Reducible]) -> None:
     """Reduce all buckets. Reductions of consecutive buckets overlap if the buckets have the same process group.
+
+    At most two reductions run at the same time, so there are flat copies of two buckets. If gradients that are written in
+    place share memory, all reductions over a group start before the first one finishes. Otherwise a sum in shared memory
+    would be added to the next bucket.
 
     The reductions over one group finish before the reductions over the next group start. Otherwise NCCL could deadlock:
     the kernels of two groups may together need more resources than a GPU has, and ranks may start the groups in
     different orders.
     """
-    for _, group_buckets in groupby(buckets, key=lambda bucket: id(bucket.group)):
-        for finish in [bucket.start() for bucket in group_buckets]:
-            finish()
+    for _, same_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
+        group_buckets = list(same_group)
+        run_all([bucket.start for bucket in group_buckets], None if _share_memory(group_buckets) else 2)
+
+
+def _share_memory(buckets: Sequence[Reducible]) -> bool:
+    """Return True if gradients overlap in memory and a bucket writes sums into its gradients in place.
+
+    Autograd returns such gradients, for example for ``a.view(2, 2) + b.view(2, 2)``.
+    """
+    if len(buckets) == 1 or buckets[0].group is None:
+        return False
+    if all(bucket.adopt and all(param.is_contiguous() for param in bucket.params) for bucket in buckets):
+        return False
+    gradients = [param.grad for bucket in buckets for param in bucket.params]
+    spans = sorted(
+        (gradient.data_ptr(), gradient.nbytes)
+        for gradient in gradients
+        if gradient is not None and gradient.layout == torch.strided and gradient.numel()
+    )
+    return any(start + nbytes > other for (start, nbytes), (other, _) in pairwise(spans))
 
 
 def keep_in_place(buckets: Iterable[Reducible]) -> None:

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from ...amp.casting import HALF_DTYPES, is_half
 from ...parallel.mesh.process_group_collectives import all_gather_flat
-from .buckets import ALIGNMENT, Finish, FlatBucket, dense, flat_buckets, nothing
+from .buckets import ALIGNMENT, Finish, FlatBucket, dense, flat_buckets, nothing, run_all
 from .in_place import gradient_dtype
-from .reduce_in_backward import run_all
 
 
 class Node(NamedTuple):

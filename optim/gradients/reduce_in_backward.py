@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,35 +13,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.plan import ParameterEntry, ReductionPlan
-from .buckets import Finish, Reducible, keep_in_place, layout_kind, sync_axes
-
-
-class InFlight:
-    """Starts reductions, finishes them in the order in which they started, and limits how many run at the same time.
-
-    Each of the ``most`` running reductions (None: no limit) may hold a flat copy of its bucket.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self.most = most
-        self._started: deque[Finish] = deque()
-
-    def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
-        """Start reductions. As soon as ``most`` reductions run, finish the oldest one.
-
-        With ``to_the_end``, finish all reductions before returning, including those of earlier calls.
-        """
-        for start in starts:
-            self._started.append(start())
-            if self.most is not None and len(self._started) >= self.most:
-                self._started.popleft()()
-        while to_the_end and self._started:
-            self._started.popleft()()
-
-
-def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-    """Start and finish all reductions. At most ``most`` reductions (default 2; None: no limit) run at the same time."""
-    InFlight(most).run(starts, to_the_end=True)
+from .buckets import Finish, InFlight, Reducible, keep_in_place, layout_kind, run_all, sync_axes
 
 
 class BackwardReducer:

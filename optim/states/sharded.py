@@ -42,6 +42,7 @@ from ..gradients.buckets import (
     Segment,
     dense,
     flat_buckets,
+    run_all,
     sync_axes,
 )
 from ..gradients.fixed_order import SlicedBucket, SlicedTreeSum, TreeRanks, sum_dtype
@@ -50,7 +51,6 @@ from ..gradients.reduce_in_backward import (
     BackwardReducer,
     kind_of,
     model_meets_over_data,
-    run_all,
     sizes_of,
     uneven_kinds,
 )

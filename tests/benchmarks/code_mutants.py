@@ -225,7 +225,7 @@ LISTED: list[Fault] = [
     Fault("parallel/layout/spec.py", " or (index < 0 and axis in dict(self.owned))", ""),
     # Faults that survived a run with ``--fresh 36 200``
     Fault(
-        "optim/gradients/reduce_in_backward.py",
+        _BUCKETS,
         "def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:",
         "def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 3) -> None:",
     ),

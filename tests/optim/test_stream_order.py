@@ -41,8 +41,7 @@ from meshstep.optim import (
 from meshstep.optim.checkpoint import save
 from meshstep.optim.checkpoint.contents import SavedTensor, scalars_on_host
 from meshstep.optim.checkpoint.save import Snapshot
-from meshstep.optim.gradients.buckets import NoCompression
-from meshstep.optim.gradients.reduce_in_backward import InFlight
+from meshstep.optim.gradients.buckets import InFlight, NoCompression
 from meshstep.optim.schedule import FlagCopy
 from meshstep.optim.states import offloaded, sharded
 from meshstep.optim.states.offloaded import HostBucket, TransferStreams

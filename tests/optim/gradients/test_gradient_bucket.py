@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from meshstep.optim.gradients.buckets import (
@@ -15,10 +16,12 @@ from meshstep.optim.gradients.buckets import (
     Memory,
     NoCompression,
     flat_buckets,
+    reduce_all,
+    run_all,
     sync_ranks,
 )
 from meshstep.optim.gradients.in_place import is_complete
-from meshstep.optim.gradients.reduce_in_backward import BackwardReducer, run_all
+from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from torch import Tensor, nn
 from world import World
@@ -189,6 +192,53 @@ def test_run_all_has_at_most_two_reductions_in_flight_by_default() -> None:
 
     run_all([start] * 5)
     assert (running, most) == (0, 2)
+
+
+class Doubled(Seen):
+    """A communication hook that sums over two equal ranks, and counts the flat buffers between start and finish."""
+
+    running = most = 0
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        self.running += 1
+        self.most = max(self.most, self.running)
+
+        def finish() -> None:
+            self.running -= 1
+            flat.mul_(2)
+
+        return finish
+
+
+def buckets_of_each(params: list[nn.Parameter], hook: CommHook, adopt: bool) -> list[GradientBucket]:
+    buckets = [bucket_of([param], hook, adopt=adopt) for param in params]
+    group: Any = object()
+    for bucket in buckets:
+        bucket.group = group
+    return buckets
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_reduce_all_has_at_most_two_flat_copies(adopt: bool) -> None:
+    hook, params = Doubled(), with_gradients(4, 4, 4, 4, 4)
+    reduce_all(buckets_of_each(params, hook, adopt))
+    assert (hook.running, hook.most) == (0, 2)
+    assert all(param.grad is not None and (param.grad == 2).all() for param in params)
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce_all_sums_gradients_in_shared_memory_once(adopt: bool, in_place: bool) -> None:
+    params = with_gradients(4, 4, 4, 4)
+    if in_place:  # a bucket writes gradients of parameters that are not contiguous in place
+        params[0] = nn.Parameter(torch.zeros(2, 2).t())
+        params[0].grad = torch.ones(2, 2).t()
+    first, last = params[0].grad, params[-1]
+    assert first is not None
+    last.grad = first.t().reshape(4) if in_place else first.view(4)
+    assert last.grad.data_ptr() == first.data_ptr()
+    reduce_all(buckets_of_each(params, Doubled(), adopt))
+    assert all(param.grad is not None and (param.grad == 2).all() for param in params)
 
 
 def test_rounding_error_of_nonfinite_gradient_is_not_fed_back() -> None:

@@ -56,8 +56,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
     Args:
         a, b: This rank's blocks [m, k/cols] of A and [k/rows, n] of B, both float32 or both bfloat16. If ``b`` is a
-            weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached until the weight changes or an
-            optimizer steps.
+            weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached, as described at `Fp8`.
         grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it, and over
             ``data_axes``.
         inner: k, as in `summa`.

@@ -55,8 +55,11 @@ class Fp8Matmul:
         backward_axes: Axes that shard the gradient of the output.
 
     The output has the dtype of the input, also under autocast. The weight gradient is computed in float32, and autograd
-    casts it to the weight's `Tensor.grad_dtype`. The 8-bit operands are saved for backward. In a model that `Fp8` has
-    prepared, the 8-bit weight is cached until the weight changes or an optimizer steps.
+    casts it to the weight's `Tensor.grad_dtype`. The 8-bit operands are saved for backward.
+
+    In a model that `Fp8` has prepared, the 8-bit weight is cached until the weight changes or an optimizer steps. An
+    in-place write through ``.data`` is not noticed before the next step of a torch optimizer. The cache is not used while
+    gradients are disabled, under `fully_shard`, in a compiled model, or in a CUDA graph.
 
     Raises:
         TypeError: The input or the weight is float64.

@@ -264,10 +264,12 @@ class WarmupLR(LRScheduler):
     Args:
         optimizer: A `ParallelOptimizer`, or any torch optimizer. The base rates are the param groups' ``"lr"``, or
             ``"initial_lr"`` if a schedule has set it; numbers or 0-dim tensors.
-        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        warmup_steps: Number of taken steps (steps that are not skipped) until the rate reaches the base rate, >= 0.
+            Default 0: no warm-up.
         floor: Absolute rate at which the decay ends, >= 0 and at most every base rate. The warm-up may start below it.
             Default: 0.
-        hold_on_skip: False: `step` also advances after skipped steps, without host synchronization. Default: True.
+        hold_on_skip: False: `step` also advances after skipped steps, so they count as taken. This needs no host
+            synchronization. Default: True.
         last_epoch: As in torch. -1: start a run. n >= 0: continue a run after n + 1 taken steps; the base rates are
             then the param groups' ``"initial_lr"``. Default: -1.
 
@@ -526,8 +528,9 @@ class ConstantLR(WarmupLR):
 
     Args:
         optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
-        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
-        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        warmup_steps: Number of taken steps (steps that are not skipped) until the rate reaches the base rate, >= 0.
+            Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps, so they count as taken. Default: True.
         last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
 
     Raises:
@@ -549,7 +552,7 @@ class MultiStepLR(WarmupLR):
 
         schedule = MultiStepLR(optimizer, milestones=[300, 600], warmup_steps=50)
 
-    After t taken steps the base rate is multiplied by the warm-up factor and by:
+    After t taken steps (steps that are not skipped) the base rate is multiplied by the warm-up factor and by:
 
     ```text
     decay(t) = gamma ** |{m in milestones: m <= t}|
@@ -561,7 +564,7 @@ class MultiStepLR(WarmupLR):
         gamma: Factor on the rate per milestone, in (0, 1]. Default: 0.1.
         optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
         warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
-        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        hold_on_skip: False: the schedule also advances after skipped steps, so they count as taken. Default: True.
         last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
 
     Raises:
@@ -594,7 +597,7 @@ class PolynomialLR(WarmupLR):
 
         schedule = PolynomialLR(optimizer, total_steps=1000, warmup_steps=50, power=2.0)
 
-    After t taken steps the decay factor (1 for the base rate, 0 for ``eta_min``) is:
+    After t taken steps (steps that are not skipped) the decay factor (1 for the base rate, 0 for ``eta_min``) is:
 
     ```text
     decay(t) = (1 - x(t)) ** power
@@ -602,12 +605,12 @@ class PolynomialLR(WarmupLR):
     ```
 
     Args:
-        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        total_steps: Number of taken steps in the run, >= 1, including the warm-up.
         power: Exponent > 0. Default 1: linear decay.
         eta_min: Final rate, not multiplied by a base rate; >= 0 and at most every base rate. Default: 0.
         optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
         warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
-        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        hold_on_skip: False: the schedule also advances after skipped steps, so they count as taken. Default: True.
         last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
 
     Raises:
@@ -644,10 +647,10 @@ class LinearWarmupLR(PolynomialLR):
         schedule = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=50)
 
     Args:
-        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        total_steps: Number of taken steps (steps that are not skipped) in the run, >= 1, including the warm-up.
         optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
         warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
-        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        hold_on_skip: False: the schedule also advances after skipped steps, so they count as taken. Default: True.
         last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
 
     Raises:
@@ -671,7 +674,7 @@ class CosineAnnealingLR(WarmupLR):
 
         schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50, eta_min=1e-5)
 
-    After t taken steps the decay factor (1 for the base rate, 0 for ``eta_min``) is:
+    After t taken steps (steps that are not skipped) the decay factor (1 for the base rate, 0 for ``eta_min``) is:
 
     ```text
     decay(t) = (1 + cos(pi x(t))) / 2
@@ -682,11 +685,11 @@ class CosineAnnealingLR(WarmupLR):
     ``T_max=total_steps``, except for rounding. After that, torch's rate rises again; the rate of this class does not.
 
     Args:
-        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        total_steps: Number of taken steps in the run, >= 1, including the warm-up.
         eta_min: Final rate, not multiplied by a base rate; >= 0 and at most every base rate. Default: 0.
         optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
         warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
-        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        hold_on_skip: False: the schedule also advances after skipped steps, so they count as taken. Default: True.
         last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
 
     Raises:

@@ -31,12 +31,13 @@ from .mesh.random_state import cpu_random_state_kept, seed_cpu_generators
 from .mesh.registry import ProcessGroupRegistry
 from .mesh.value_checks import wrong
 
-# The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
+# Which samples each data coordinate gets in each step (pure computation, no communication) ----------------------------
 
 # A step takes the next ``batch_size * D`` samples of the epoch's order, where D is the number of data coordinates:
 # coordinate 0 gets the first ``batch_size`` samples, coordinate 1 the next, and so on. The last step has the remaining
 # samples, in D parts whose sizes differ by at most one, so that each sample is used exactly once. If fewer than D
-# samples would remain for the last step, the previous step leaves some of its samples to the last step. With ``drop_last``
+# samples would remain for the last step, the previous step leaves some of its samples to the last step. With
+# ``batch_size=1``, or without a previous step, this is impossible, and `step_bounds` raises ValueError. With ``drop_last``
 # the remaining samples are skipped.
 
 

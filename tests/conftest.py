@@ -8,8 +8,8 @@ from contextlib import suppress
 
 # Set before torch is imported: one intra-op thread per rank, so that ranks do not compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A store of torch resolves the host name of each client that connects from ::ffff:127.0.0.1, and a lost reply of the name
-# server delays all ranks by five seconds. No test needs a name server, so disable it.
+# torch's TCPStore looks up the host name of each client that connects from ::ffff:127.0.0.1, and a lost DNS reply delays
+# all ranks by five seconds. No test needs DNS, so turn lookups off.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import pytest
@@ -24,9 +24,10 @@ torch.set_num_threads(1)
 # With the default of 700, garbage collection took an eighth of the time, because most objects of the tests live long.
 gc.set_threshold(100_000)
 
-# How many random cases each profile draws, in percent of the number that is written at the test. "default" is `pytest`
-# without options; "full" is the run with the slow tests; "oldest" is the second run of .ci/run, on the oldest torch, with a
-# sample of all tests. "many" is for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
+# `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
+# it; other hypothesis tests draw `max_examples` cases. "default" is `pytest` without options; "full" is the run with the
+# slow tests; "oldest" is the run of .ci/run on the oldest torch, with a sample of all tests. "many" is for one file:
+# MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
 for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",

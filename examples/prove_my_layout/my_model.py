@@ -25,8 +25,8 @@ class MyNet(nn.Module):
     """The network with sharded weights.
 
     Args:
-        forget_sum: Plant a bug: backward does not sum the partial gradients of the input of `up` over the ranks. Training
-            still runs, slightly wrong, and the replicas of `norm` diverge.
+        forget_sum: Plant a bug: backward does not sum the partial gradients of the input of `up` over the ranks. With
+            a plain torch optimizer, training still runs but is slightly wrong, and the replicas of `norm` diverge.
     """
 
     def __init__(self, dense: DenseNet, registry: ProcessGroupRegistry, forget_sum: bool = False) -> None:

@@ -414,7 +414,8 @@ class GradientClipper:
             if clip_result.state:
                 state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
         factors, one = clip_result.factors, self._one
-        if one is None or one.device != norms.total.device:  # made in the first step: a capture would reject the copy
+        # The constant is created in the first step, because a host-to-device copy is not allowed during CUDA graph capture.
+        if one is None or one.device != norms.total.device:
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse
         level: Level = "total"

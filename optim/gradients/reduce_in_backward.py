@@ -212,8 +212,9 @@ def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
 def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
     """Return the layouts whose parameters differ in number, size or order between ranks of a pipeline stage.
 
-    These ranks divide the parameters into different buckets. If ranks of a stage still differ without these layouts,
-    for example in the order of parameters with different layouts, return all layouts of the ranks that differ.
+    These ranks divide the parameters into different buckets. If the ranks of a stage still differ after parameters
+    with these layouts are left out, for example in the order of parameters with different layouts, return all layouts of
+    the ranks that differ.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     first = [sizes[topology.peers(rank, *within)[0]] for rank in range(len(sizes))]

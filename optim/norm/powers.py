@@ -41,6 +41,8 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the values of `local_powers`, [n] float64, computed one gradient at a time: a reference for tests."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
     if norm_type >= HIGH and norm_type != inf:
         largest = reference_powers(gradients, inf)
         scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
@@ -49,7 +51,7 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         powers = [g.double().abs().max() if g.numel() else g.new_zeros((), dtype=torch.float64) for g in gradients]
     else:
         powers = [g.double().abs().pow(norm_type).sum() for g in gradients]
-    return torch.stack(powers) if powers else torch.zeros(0, dtype=torch.float64)
+    return torch.stack(powers)
 
 
 def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -552,9 +552,9 @@ class TensorHash:
         return running[self._constants(("ends", *ends), ends.copy, torch.int64, table.device)].diff()
 
     def _words(self, flat: Tensor) -> Tensor:
-        """Return the bits of ``flat`` as 1-dim integers.
+        """Return the bits of ``flat`` as a 1-dim integer tensor.
 
-        If not `exact`, first replace NaNs by one NaN and -0 by 0, except in 8-bit floats.
+        Unless `exact`, all NaNs get the same bits and -0 becomes 0 first, except in 8-bit floats.
         """
         if not self.exact and flat.is_floating_point() and flat.element_size() > 1:
             flat = flat + 0.0

@@ -796,8 +796,9 @@ class _Examination:
     def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
         """Return the place of the wrong backward that makes the gradients of earlier modules wrong.
 
-        If there are several places, return the last one in forward order. Return None if none is found, or if the
-        findings do not suggest a wrong backward.
+        If there are several places, return the last one in forward order. If none is found, return a likely fault in the
+        module of the last wrong parameter if that module is sharded, else None. Also return None if the findings do not
+        suggest a wrong backward.
         """
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}

@@ -629,13 +629,15 @@ class Booster(Saving, Generic[Stats_co]):
         seed: int = 0,
         **loader_kwargs: Any,
     ) -> ShardedDataLoader[T]:
-        """Return a loader that gives each data coordinate its own samples of ``dataset``. Every rank must call it.
+        """Return a loader for this rank's samples of ``dataset``. Every rank must call this method.
 
-        It is the result of `meshstep.parallel.data.prepare_dataloader` for this Booster's registry.
+        Ranks with the same position on the data-parallel axes (except ``cp`` and ``context``) get the same samples, and
+        other ranks different ones. The loader is the result of `meshstep.parallel.data.prepare_dataloader` for this
+        Booster's registry.
 
         Args:
             dataset: A map-style dataset with a length, the same on every rank.
-            batch_size: Number of samples per batch of one data coordinate.
+            batch_size: Number of samples per batch of one rank.
             shuffle: True: use a new random order in every epoch. Default False: the order of the dataset.
             drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. Default False:
                 keep it as a smaller step.

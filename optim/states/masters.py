@@ -418,7 +418,7 @@ class StochasticallyRounded(ParamTransform):
         )
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Prepare the parameters for rounding, and replace none."""
+        """Prepare the parameters for rounding. No parameter is replaced, so the result is empty."""
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)
             self._rounding.kernel = round_by_kernels

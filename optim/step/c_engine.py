@@ -397,7 +397,8 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
     """Step all parameters that the compiled loops support, and return the parameters that torch must step.
 
     If ``request.skip`` is 1, no value changes; missing states are created. ``request.skip`` and ``request.factor`` must
-    be on the CPU. Rows in ``cache`` that can't be reused are replaced.
+    be on the CPU. Cached pointer rows (`ParamRows`) that can't be reused are replaced, except in bucket mode
+    (`by_bucket.holding`). There is one returned list per param group.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
     taken = [split_supported(rows, request.low_precision_out) for rows in groups]

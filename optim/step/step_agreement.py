@@ -613,7 +613,8 @@ class StepAgreement:
         return f"{lines}. {' '.join(ADVICE[start] for start in ADVICE if start in starts)}"
 
 
-ADVICE = {  # by prefix of a fact's name
+# Key: prefix of the name of a compared setting (`fact`). Value: advice for the error.
+ADVICE = {
     MICRO_BATCHES: (
         "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
         "for the mean over all samples, give weight= on every rank, and call backward(None, weight=0) on a rank without "

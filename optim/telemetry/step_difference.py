@@ -299,7 +299,11 @@ def _replicas(pair: StepPair, report: _Report) -> Difference | None:
 
 
 def _are_similar(pair: StepPair) -> bool:
-    """Return True if all gradients of B are about r times the gradients of A, for one r that is not about 1."""
+    """Return True if all gradients of B are similar multiples of the gradients of A, with factors that are not near 1.
+
+    Each gradient of B must be nearly parallel to that of A (cosine >= 0.9). The norm ratios B/A must differ by a factor
+    below 2.5, and all must be above 1.1 or all below 0.9.
+    """
     ratios = []
     for name in pair.names:
         a, b = pair.both(name, GRADIENT)

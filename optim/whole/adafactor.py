@@ -78,7 +78,8 @@ def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> T
 
 # Many tensors with few kernels, as on a GPU ---------------------------------------------------------------------------
 
-# Tensors of equal layouts (`WholeTensors.alike`) are stacked. One kernel sums all rows of a stack, one all columns.
+# Tensors of equal layouts (`WholeTensors.alike`) are stacked. One kernel computes the row sums of all tensors in a stack,
+# another the column sums.
 # Full-size temporary tensors are computed for one `Chunk` of tensors at a time, and recomputed instead of kept.
 
 

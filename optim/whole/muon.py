@@ -40,7 +40,7 @@ from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 #
 # Both forms are the same polynomial of X and differ by rounding only. The Gram form needs fewer operations if X is
 # long. It recomputes A from X after three steps, because rounding makes small eigenvalues of A negative, and these grow
-# by the factor a^2 = 12 per step. In the tests, the error of the Gram form is then at most 3 times the error of the
+# by the factor a^2 (about 12) per step. In the tests, the error of the Gram form is then at most 3 times the error of the
 # matrix form.
 #
 # Keller Jordan et al. (2024). The Gram form and its restart: "Gram Newton-Schulz" (Dao AI Lab, 2026).

@@ -43,11 +43,12 @@ from .megatron_mla import check_rope_gradients, norms_before_projection
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]
 
-# For each of Megatron's process groups: its name in this module, and its attribute in Megatron's ProcessGroupCollection.
+# These mappings give, for each process group, its name here and its attribute in Megatron's ProcessGroupCollection.
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
 _EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
 _FIELDS: Mapping[str, str] = {**_DENSE, **_EXPERT, **_EMBEDDING}
+# The role of each axis in the registry's topology, by the name of the process group of dense parameters.
 _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data", "tensor": "model"}
 
 

@@ -54,7 +54,11 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     """Return a new parameter with this rank's shard of a full weight, annotated with ``spec``.
 
     The weight ``full`` must be equal on all ranks. A dim that is not a multiple of its axes' sizes is sharded as
-    `torch.chunk` does. An empty shard on the last rank is a ValueError on every rank.
+    `torch.chunk` does.
+
+    Raises:
+        ValueError: On every rank: the last rank's shard would be empty, or a dim has several blocks that its axes can't
+            divide evenly.
     """
     _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))

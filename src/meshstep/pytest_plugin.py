@@ -23,8 +23,8 @@ import pytest
 if TYPE_CHECKING:
     from meshstep.testing import Ranks
 
-# Environment variables that launchers set. If one of these variables is set, the plugin reads the launcher's variables,
-# which imports torch.
+# Environment variables that launchers set. If one of these variables is set, the plugin parses them with a function whose
+# import loads torch.
 _SIGNS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _launched = pytest.StashKey[bool]()
 

@@ -141,7 +141,7 @@ class Run:
         return self.contender(model, adamw(model.weights).step)
 
     def torchs(self) -> Contender:
-        """Return torch's clipping and AdamW; on several ranks, on DTensors."""
+        """Return a contender that uses torch's clip_grad_norm_ and AdamW; on several ranks the weights are DTensors."""
         model = self.model(torch.float32)
         weights = list(model.weights)
         if self.registry.topology.world_size > 1:

@@ -37,7 +37,7 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Any] = field(default_factory=dict)
     dtensors: Literal["", "split", "fully sharded"] = ""
-    bit_of: str = "bias"  # the parameter of which a test flips a bit; it has the most replicas
+    bit_of: str = "bias"  # the parameter in which a test flips a bit: the one with the most replicas
 
     @property
     def topology(self) -> Topology:

@@ -105,7 +105,10 @@ class Forked:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill the process and all processes that it started, except those with a session of their own."""
+        """If the process is still running, kill it and its process group.
+
+        Processes in another process group or session survive.
+        """
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Remove torch's warning about unresolved host names, which appears because conftest.py disables name servers."""
+"""Remove torch's warning about unresolved host names, which appears because conftest.py turns DNS lookups off."""
 
 from __future__ import annotations
 

@@ -261,7 +261,10 @@ class Dense:
         self.buffers: Full = {}
 
     def gradients(self, step: int, micros: int = 1, weighted: bool = False) -> Full:
-        """Return the mean gradients over the window, or sums divided by the window's total weight."""
+        """Return the mean gradients over the window.
+
+        With ``weighted``: the summed gradients divided by the window's total weight.
+        """
         replicas = self.layout.topology.size(*self.layout.topology.data_axes)
         number: float = replicas * micros
         if weighted:

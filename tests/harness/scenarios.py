@@ -46,7 +46,10 @@ def batch(step: int) -> Tensor:
 
 
 class Tensor1D(nn.Module):
-    """ids [batch, token] -> loss, sharded over ``tensor``; on request also along the sequence."""
+    """Model from ids [batch, token] to the loss, with weights sharded over ``tensor``.
+
+    With ``sequence``, activations are also sharded along the sequence.
+    """
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype, sequence: bool) -> None:
         super().__init__()

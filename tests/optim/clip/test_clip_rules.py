@@ -403,7 +403,7 @@ def test_step_with_unfused_optimizer_synchronizes_with_host(world: World) -> Non
 def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], bool, int]]:
     """Put a NaN into a gradient of the last rank in the second step.
 
-    Return for each rule `found_inf` per step, whether that step left weights and optimizer states unchanged and the
+    Return for each rule `found_inf` per step, whether the second step left weights and optimizer states unchanged and the
     final weights are finite, and the count of skipped steps.
     """
     found = []

@@ -508,7 +508,10 @@ REPOSITORIES = {
 
 @dataclass(frozen=True)
 class Clipped:
-    """The norm of one clipping on one rank, and the factor by which it scaled the gradients (NaN: no common factor)."""
+    """The norm that one clip call returned on one rank, and the factor by which it scaled the gradients.
+
+    The factor is NaN if elements were scaled differently.
+    """
 
     norm: float
     factor: float

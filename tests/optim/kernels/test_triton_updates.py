@@ -53,7 +53,11 @@ class ByTriton(Case):
 
 
 def stepped(cases: Sequence[ByTriton], factor: float, found_inf: float = 0.0, negative: bool = False) -> None:
-    """Update all cases in one kernel call, which gets no factor tensor if ``factor`` is 1 or -1. ``negative``: maximize."""
+    """Update all cases in one kernel call.
+
+    Gradients are multiplied by abs(factor); the kernel gets no factor tensor if that is 1. ``negative``: maximize. The
+    sign of ``factor`` is ignored.
+    """
     times = None if factor in (1.0, -1.0) else torch.tensor(abs(factor))
     parts = [case.part(maximize=negative) for case in cases]
     kernels().update(KINDS[type(cases[0].rule)], parts, torch.tensor(found_inf), times)

@@ -123,7 +123,7 @@ def test_per_parameter_norms_follow_order_of_plan_parameter_names() -> None:
     assert found.parameters.tolist() == [5.0, 3.0]
 
 
-# Plans ------------------------------------------------------------------------------------------------------------------
+# Reduction plans and norm buckets -------------------------------------------------------------------------------------
 
 
 def test_norm_bucket_of_owner_only_parameter_counts_on_owner_ranks_only() -> None:

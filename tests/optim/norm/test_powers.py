@@ -29,6 +29,12 @@ def test_local_powers_match_float64_reference(p: float, shape: tuple[int, ...], 
     torch.testing.assert_close(local_powers(grads, p), reference_powers(grads, p), rtol=rtol, atol=0.0)
 
 
+@pytest.mark.parametrize("p", [2.0, 12.0, inf])
+def test_powers_of_no_gradients_are_empty(p: float) -> None:
+    for powers in (local_powers, reference_powers):
+        assert torch.equal(powers([], p), torch.zeros(0, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dims", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)])
 def test_permuted_dense_tensor_is_flattened_without_copy(dims: tuple[int, ...]) -> None:
     stored = torch.arange(24.0).view(2, 3, 4)

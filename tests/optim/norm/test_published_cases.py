@@ -44,7 +44,8 @@ class Gradient:
         if self.terms:
             (axis,) = (*self.spec.partial, *dict(self.spec.tied))
             return torch.tensor(self.terms[registry.rank(axis)], dtype=torch.float64)
-        # A shard along a data axis has gradients of the samples of all ranks of that axis.
+        # A parameter sharded over a data axis (experts) gets the sum of the gradients of all data ranks' samples, not the
+        # mean, so multiply by the axis size.
         samples = [topology.size(axis) for axis in self.spec.sharded_axes if axis in topology.data_axes]
         return self.complete(registry) * prod(samples)
 

@@ -40,8 +40,11 @@ PLACED = {
 
 
 def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]], Fraction, int | None]:
-    """Return this rank's shards; the name of each and whether ``param`` and ``offset`` lead to its values; the sum
-    of elements / replication factor; and the elements that the plan counts."""
+    """Return four values for one layout and its placements.
+
+    They are: this rank's shards; for each stepped tensor (name, True if its ``param`` at ``offset`` has its values); the
+    sum over stepped tensors of numel divided by the number of replicas; and ``plan.counted``.
+    """
     layout = LAYOUTS[placed.layout]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank)

@@ -31,7 +31,10 @@ class Operators(TorchDispatchMode):
 
 
 def run(kind: str, ours: bool) -> tuple[list[Tensor], list[str]]:
-    """Return parameters and states after some steps, some skipped, and the operators of the last step."""
+    """Return parameters and states after the steps of `FOUND`, some skipped, and the operators of the last step.
+
+    ``ours``: step within `FusedStepCountMode`; otherwise with torch alone.
+    """
     params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(4)]
     optimizer = OPTIMIZERS[kind]([{"params": params[:1]}, {"params": params[1:], "lr": 0.2}])
     log = Operators()

@@ -101,7 +101,7 @@ def test_normalize_is_bitwise_identical_to_division_by_norm(dtype: torch.dtype) 
     assert torch.equal(normalize(matrix), matrix / matrix.norm())
 
 
-# Choice by cost -------------------------------------------------------------------------------------------------------
+# Choice between Gram form and matrix form by number of operations -----------------------------------------------------
 
 
 def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:

@@ -52,7 +52,7 @@ class Experiment:
         if rest or self.local_batch % max(COUNTS):
             raise ValueError(
                 f"a batch of {BATCH} samples can't be divided into {max(COUNTS)} equal micro-batches on each rank of "
-                f"{registry.topology!r}; use fewer data ranks, a divisor of {BATCH // max(COUNTS)}"
+                f"{registry.topology!r}; choose a number of data ranks that divides {BATCH // max(COUNTS)}"
             )
 
 

@@ -561,7 +561,7 @@ def registry_not_captured(registry: ProcessGroupRegistry, device: torch.device) 
     if registry.topology.world_size == 1 or registry.device.type == device.type:
         return None
     return (
-        f"the gradients are on {device} and collectives on {registry.device}: initialise torch.distributed with the "
+        f"the gradients are on {device} and collectives on {registry.device}: initialize torch.distributed with the "
         "backend 'nccl', and give each rank its own GPU"
     )
 

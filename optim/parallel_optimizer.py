@@ -885,7 +885,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 raise ValueError(
                     f"the new group's parameters are on {', '.join(sorted(where))}, but this rank's loss scale and "
                     f"counters are on {self._device}, because this rank had no parameters when the optimizer was created: "
-                    "call torch.cuda.set_device and initialise torch.distributed with the backend 'nccl', or create the "
+                    "call torch.cuda.set_device and initialize torch.distributed with the backend 'nccl', or create the "
                     "optimizer with a parameter on the GPU of each rank"
                 )
             self._check_unfrozen()

@@ -316,9 +316,9 @@ class ShardedDataLoader(DataLoader[T]):
             state_dict: A result of `state_dict`.
         Raises:
             ValueError: Keys are missing; or the epoch or the position is not an integer. For a state from the middle of
-                an epoch also: epoch or position is out of range; the number of samples, ``shuffle`` or ``seed`` differs
-                from the saved run; or a batch of the remaining samples would be empty. After an error the loader is
-                unchanged.
+                an epoch also: epoch or position is out of range; the number of samples, ``shuffle`` or (with shuffling)
+                ``seed`` differs from the saved run; or a batch of the remaining samples would be empty. After an error the
+                loader is unchanged.
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(
@@ -330,14 +330,16 @@ class ShardedDataLoader(DataLoader[T]):
             if type(state_dict[name]) is not int:
                 raise wrong(f"{name} of the loader's state", state_dict[name], "an integer")
         if position:
-            changed = [name for name, value in self._order().items() if state_dict[name] != value]
-            if changed:
-                name = changed[0]
-                wanted = f"{name}={state_dict[name]}"
+            for name, value in self._order().items():
+                if (saved := state_dict[name]) == value or (name == "seed" and not self._sampler.shuffle):
+                    continue
+                wanted = f"{name}={saved}"
+                change = f"the loader had {wanted} and has {name}={value} now"
+                if name == "samples":
+                    wanted, change = "the same dataset", f"the dataset had {saved} samples and has {value} now"
                 raise ValueError(
-                    f"the state was saved in epoch {epoch} after {position} samples with {wanted}, but this loader has "
-                    f"{name}={self._order()[name]}, so samples would be skipped or repeated. Build the loader with "
-                    f"{'the same dataset' if name == 'samples' else wanted}, or begin the next epoch: "
+                    f"the state was saved in epoch {epoch} after {position} samples, but {change}, so samples would be "
+                    f"skipped or repeated. Build the loader with {wanted}, or begin the next epoch: "
                     f"load_state_dict({{**state, 'epoch': {epoch + 1}, 'position': 0}})"
                 )
             if epoch < 0 or not 0 < position < self._sampler.samples:

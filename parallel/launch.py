@@ -1,4 +1,4 @@
-"""Initialise `torch.distributed` under any launcher: torchrun, Open MPI, MPICH, MVAPICH, Slurm, or none.
+"""Initialize `torch.distributed` under any launcher: torchrun, Open MPI, MPICH, MVAPICH, Slurm, or none.
 
 A script starts with these lines:
 
@@ -284,7 +284,7 @@ def _rank() -> int:
         return 0
 
 
-# Initialisation of the default process group --------------------------------------------------------------------------
+# Initialization of the default process group --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Launch:
 def init_distributed(
     backend: str | None = None, timeout: timedelta | None = None, *, launcher: Launcher | None = None
 ) -> Launch:
-    """Initialise the default process group from a launcher's environment variables, and return rank and device.
+    """Initialize the default process group from a launcher's environment variables, and return rank and device.
 
         launch = init_distributed()         # under torchrun, mpirun or srun, or in one process
         model.to(launch.device)
@@ -382,11 +382,23 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
             dist.init_process_group(backend, store=PrefixStore(attempt, store), **ranks)
         else:
             dist.init_process_group(backend, init_method=url, **ranks)
+    except dist.DistBackendError as error:  # a subclass of DistError
+        debug = ", or set NCCL_DEBUG=INFO and start the job again" if "nccl" in backend else ""
+        raise RuntimeError(
+            f"rank {place.rank} of {place.world_size} (started by {place.launcher}) connected to {place.url}, but the "
+            f"{backend} communicator of all ranks couldn't be created; see the first error of the other ranks{debug}. "
+            f"torch reports: {error}"
+        ) from error
     except dist.DistError as error:
+        advice = (
+            "give torchrun an address of rank 0 that every node can reach, with --master-addr and --master-port or with "
+            "--rdzv-endpoint"
+            if "TORCHELASTIC_RUN_ID" in os.environ and place.launcher == "torchrun"
+            else "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port that every rank can reach"
+        )
         raise RuntimeError(
             f"rank {place.rank} of {place.world_size} (started by {place.launcher}) didn't connect to the other ranks at "
-            f"{place.url}; start all {place.world_size} ranks, and set MASTER_ADDR to the host of rank 0 and MASTER_PORT "
-            f"to a free port that every rank can reach. torch reports: {error}"
+            f"{place.url}; start all {place.world_size} ranks, and {advice}. torch reports: {error}"
         ) from error
 
 

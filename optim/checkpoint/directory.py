@@ -40,7 +40,7 @@ from ..parallel_optimizer import ParallelOptimizer
 # Writing a file needs no second pass for its checksums. Reading a part of a file checks only the blocks of this part.
 
 BLOCK = 2**20
-EARLIER = "load an earlier checkpoint (save_checkpoint(..., keep=2) keeps one)"
+EARLIER = "load an earlier checkpoint, if there is one (save with keep=2 to keep the previous one)"
 _KEPT = 4  # number of cached blocks per open file; consecutive reads often need parts of the same block
 
 
@@ -290,8 +290,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         written = _read_limited(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{directory} has no {MANIFEST}, so this is a damaged checkpoint or no checkpoint; give a directory that "
-            "save_checkpoint wrote"
+            f"{directory} has no {MANIFEST}, so it is either a damaged checkpoint or not a checkpoint; give a directory "
+            "that save_checkpoint wrote"
         ) from None
     try:
         content = json.loads(written)

@@ -157,7 +157,7 @@ class Restoration:
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
-            raise ValueError(f"the checkpoint has no tensor {key}: its index is damaged; {EARLIER}")
+            raise ValueError(f"the checkpoint's files contradict each other: index.json has no tensor {key}; {EARLIER}")
         return self._stored[key]
 
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -231,8 +231,8 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
     (known, one), (rank, another) = first, other
     if (one.shape, one.dtype) != (another.shape, another.dtype):
         need = (
-            "equal sizes: make each sharded dim divisible by the size of its mesh axes, or declare the full shape with "
-            "annotate(..., full_shape=...)"
+            "equal sizes: make each sharded dim divisible by the product of the sizes of its mesh axes, or declare the "
+            "full shape with annotate(..., full_shape=...)"
         )
         if one.shape == another.shape:
             need = "one dtype: give the tensor the same dtype on all ranks"

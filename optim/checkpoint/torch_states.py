@@ -56,7 +56,7 @@ class ParameterStates:
         if entry.full_shape is None:
             raise ValueError(
                 f"{entry.name} has shards of unequal sizes, so its full shape is unknown; make each sharded dim divisible "
-                "by the size of its mesh axes, or give annotate(..., full_shape=...)"
+                "by the product of the sizes of its mesh axes, or give annotate(..., full_shape=...)"
             )
         if entry.spec.blocks:
             raise ValueError(
@@ -492,7 +492,7 @@ class TorchStates(torch.optim.Optimizer):
             return rest if clip is None else {**rest, "clip": json.loads(clip)}
         except (TypeError, RecursionError, json.JSONDecodeError) as problem:
             raise ValueError(
-                f"the state has {_CLIP}={clip!r:.80}, which is no JSON ({problem}); give the result of state_dict()"
+                f"the state has {_CLIP}={clip!r:.80}, which is not valid JSON ({problem}); give the result of state_dict()"
             ) from None
 
     def _saved_states(self, state_dict: Mapping[str, Any]) -> list[tuple[ParameterStates, Mapping[str, Any]]]:
@@ -575,7 +575,7 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
                 result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 raise ValueError(
-                    f"the state has {_OWN}{before}{key}={found!r:.80}, which is no number; give the result of "
+                    f"the state has {_OWN}{before}{key}={found!r:.80}, which is not a number; give the result of "
                     "state_dict()"
                 ) from None
         else:

@@ -366,8 +366,8 @@ class Named:
             if index not in groups:
                 taken = [name for name in names if matches(pattern, name)]
                 raise ValueError(
-                    f"the pattern {pattern!r} matches only {some(taken)}, which earlier patterns match first; write the "
-                    "narrower pattern first"
+                    f"every parameter that the pattern {pattern!r} matches ({some(taken)}) is already matched by an "
+                    f"earlier pattern; move {pattern!r} before the earlier patterns if it is narrower, else remove it"
                     if taken
                     else f"the pattern {pattern!r} matches no parameter; the names are {some(sorted(names))}. Give a "
                     "pattern for one of these names, which declare(...) or model.named_parameters() gave to the parameters"
@@ -482,8 +482,8 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
     if shape is None:
         raise ValueError(
             f"{name} has shards of unequal sizes, so its full shape is unknown, and the norms of its units (such as rows) "
-            "can't be computed: give annotate(..., full_shape=...), or make each sharded dim divisible by the size of its "
-            "axes"
+            "can't be computed: give annotate(..., full_shape=...), or make each sharded dim divisible by the product "
+            "of the sizes of its axes"
         )
     if len(shape) < 2:
         return None

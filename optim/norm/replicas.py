@@ -33,7 +33,7 @@ def advice_on(may_differ: str, instead: str) -> str:
     "max_norm=".
     """
     return (
-        "A parameter that differs was initialised or updated differently on the ranks, or is a shard that is declared "
+        "A parameter that differs was initialized or updated differently on the ranks, or is a shard that is declared "
         "replicated. Use the same seed on all replicas, or call broadcast_weights(model, registry), which copies weights "
         "along data axes, or align_replicas(optimizer), which copies them along all axes. A gradient that differs lacks an "
         "all-reduce over that axis in backward (or P(partial=...) in the declared spec), was computed from another batch "
@@ -393,7 +393,7 @@ def _find_minorities(
 # Some shards may be equal without a mistake. For such a shard, a rank adds a number unique to the rank instead of h, so
 # the slot is not 0:
 #
-# * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialisation),
+# * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialization),
 # * shards with fewer than `ENOUGH` elements, or with fewer than `ENOUGH_CONSTANT` and constant weights (a bias of zeros),
 # * empty shards, and shards whose gradient is not a dense float tensor.
 #

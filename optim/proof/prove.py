@@ -281,7 +281,7 @@ def infer(
     value on all ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. Sharded is
     tried first if another parameter of its module is sharded, or if ``shapes`` has its shape. Parameters with the same
     name on several pipeline stages count as different, unless they are declared tied. If the result is uncertain,
-    initialise the parameters at random, or pass ``shapes``.
+    initialize the parameters at random, or pass ``shapes``.
 
     If losses differ along a model axis, but all gradients are right if it is a data axis, the rules treat it as a data
     axis, and a finding names the axis. `Proof.hints` names shards that are nearly equal, because they may be replicas
@@ -339,9 +339,9 @@ def _of_other_roles(first: Examined, second: Examined) -> Examined:
     """
     roles = ", ".join(f"{axis!r}: 'data'" for axis in first.unequal)
     text = (
-        f"the losses differ along {' x '.join(map(repr, first.unequal))}, which is no data axis. All gradients are right "
-        "if its ranks have different samples, or different parts of each sample, so that gradients are averaged over it. "
-        f"Then build Topology(roles={{{roles}}}, ...) and use these rules with it"
+        f"the losses differ along {' x '.join(map(repr, first.unequal))}, which is not a data axis. All gradients are "
+        "right if its ranks have different samples, or different parts of each sample, so that gradients are averaged over "
+        f"it. Then build Topology(roles={{{roles}}}, ...) and use these rules with it"
     )
     finding = Finding("the forward", "", None, None, "forward differs", first.unequal, None, text)
     forwards = first.proof.forwards + second.proof.forwards

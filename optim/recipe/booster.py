@@ -73,7 +73,7 @@ def registry_of_replicas() -> ProcessGroupRegistry:
     """
     if not dist.is_initialized() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise RuntimeError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, and torch.distributed is not initialised; call "
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, and torch.distributed is not initialized; call "
             "meshstep.parallel.init_distributed() before you create the Booster"
         )
     return ProcessGroupRegistry(Topology(data=dist.get_world_size() if dist.is_initialized() else 1))
@@ -154,7 +154,8 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
             )
     elif size > 1 and type(sampler) in _EVERYTHING and type(batch_sampler) in (BatchSampler, type(None)):
         raise ValueError(
-            f"the loader's {type(sampler).__name__} would give all samples to each of the {size} data ranks; {advice}"
+            f"the loader's {type(sampler).__name__} doesn't divide its samples between the {size} data coordinates (ranks "
+            f"with different data coordinates must get different samples); {advice}"
         )
 
 
@@ -238,8 +239,9 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
     strangers = sum(id(param) not in params for group in optimizer.param_groups for param in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's parameters are not in the model, which is another model or got new parameters "
-            "later; create the optimizer from model.parameters(), after the last change of the model"
+            f"{strangers} parameters of the optimizer are not parameters of the model (the optimizer belongs to another "
+            "model, or parameters were replaced after it was created); create the optimizer from model.parameters() after "
+            "the last change of the model"
         )
     if (topology := registry.topology).model_axes:
         entries_of([[(name, param) for name, param in model.named_parameters() if param.requires_grad]], topology)
@@ -257,7 +259,7 @@ def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device and has no elements; call model.to_empty(device=registry.device), and "
-                "initialise or load the model, before you create the optimizer"
+                "initialize or load the model, before you create the optimizer"
             )
     elsewhere = sorted({str(param.device) for param in model.parameters() if param.device != device})
     if device.type != "cuda" or not elsewhere:

@@ -701,9 +701,9 @@ class Shards(ParamTransform):
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{name} got a gradient outside of optimizer.backward, but optimizer.backward was also called since "
-                    "the last step: with Sharded(gradients=True), call optimizer.backward(loss) for all micro-batches of a "
-                    "step, or for none"
+                    f"{name} got a gradient from a backward that the optimizer did not run, but the optimizer ran another "
+                    "backward of this step: with Sharded(gradients=True), use optimizer.backward(loss) or "
+                    "optimizer.window() for all micro-batches of a step, or for none"
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:

@@ -568,8 +568,8 @@ class Window:
     def _count(self, weight: float | Tensor | None) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
             raise ValueError(
-                f"all accumulation_steps={self.steps} micro-batches of this step have run: call step() before the next "
-                "backward"
+                f"this step already has all its micro-batches (accumulation_steps={self.steps}): call step() before the "
+                "next backward"
             )
         if self._weighted not in (None, weight is not None):
             raise ValueError(

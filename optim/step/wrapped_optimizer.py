@@ -88,9 +88,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
         index = param_group.get(OPTIMIZER_INDEX)
         if not isinstance(index, int) or not 0 <= index < len(self._parts):
             raise ValueError(
-                f"the param group has {OPTIMIZER_INDEX!r}={index!r}: set it to the index, 0 to {len(self._parts) - 1}, of "
-                f"the optimizer that steps the group, in the order of the list of optimizers: {{'params': [...], "
-                f"{OPTIMIZER_INDEX!r}: 0}}"
+                f"the param group has {OPTIMIZER_INDEX!r}={index!r}: set it to the position (0 to "
+                f"{len(self._parts) - 1}) of the group's optimizer in the list of optimizers, for example {{'params': "
+                f"[...], {OPTIMIZER_INDEX!r}: 0}}"
             )
         part = self.parts[index]
         part.add_param_group(param_group)

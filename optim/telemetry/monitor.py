@@ -366,13 +366,13 @@ class Monitor:
         """Load the result of `state_dict`. Discard losses and counts that were recorded since the last report.
 
         Raises:
-            ValueError: ``state`` is not a state of a Monitor; nothing is changed.
+            ValueError: ``state`` is not the state of a Monitor; nothing is changed.
         """
         try:
             fields({"step": check_count, "skipped_steps": check_count})(state, "state")
         except ValueError as error:
             raise ValueError(
-                f"{state!r:.200} is no state of a Monitor ({error}); give the result of Monitor.state_dict()"
+                f"{state!r:.200} is not the state of a Monitor ({error}); give the result of Monitor.state_dict()"
             ) from None
         step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped

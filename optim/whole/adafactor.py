@@ -159,7 +159,7 @@ class FactoredOptimizer(WholeOptimizer):
                 yield Chunk([slot for part in chunk for slot in part], stacks)
 
     def packed(self, chunk: Chunk) -> PackedTensors:
-        """Return uninitialised tensors of the slots' shapes. The key of a stack is the position of its first slot."""
+        """Return uninitialized tensors of the slots' shapes. The key of a stack is the position of its first slot."""
         stack_of = {slot.position: stack[0].position for stack in chunk.stacks for slot in stack}
         keys = [stack_of.get(slot.position, (slot.param.numel(),)) for slot in chunk.slots]
         param = chunk.slots[0].param

@@ -56,7 +56,7 @@ def chunks(items: Sequence[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 class PackedTensors:
-    """Uninitialised tensors in one flat buffer, in which tensors with equal keys are next to each other.
+    """Uninitialized tensors in one flat buffer, in which tensors with equal keys are next to each other.
 
     Tensors with equal keys must have equal numbers of elements. ``keys=None``: the number of elements is the key.
 

@@ -37,7 +37,7 @@ class Buffers:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised 1-dim tensor from the buffer with the hashable key ``use``."""
+        """Return an uninitialized 1-dim tensor from the buffer with the hashable key ``use``."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         numbytes = numel * dtype.itemsize
@@ -240,7 +240,7 @@ class Round:
         return finish
 
     def _empty_stacks(self, device: torch.device) -> list[list[Tensor]]:
-        """Return uninitialised tensors for the matrices in `own`, in the form that `send` returns."""
+        """Return uninitialized tensors for the matrices in `own`, in the form that `send` returns."""
         shapes = [(len(numbers), *self._matrices[numbers[0]].shape) for numbers in self._stacks]
         numels = [prod(shape) for shape in shapes for _ in range(self._lists)]
         flat = self._buffers.flat(("whole", self._buffer_index), sum(numels), self._dtype, device)

@@ -380,7 +380,7 @@ def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def _packed(chunk: Sequence[Slot]) -> PackedTensors:
-    """Return uninitialised tensors of the shapes and the dtype of the slots."""
+    """Return uninitialized tensors of the shapes and the dtype of the slots."""
     param = chunk[0].param
     return PackedTensors([slot.param.shape for slot in chunk], param.dtype, param.device)
 

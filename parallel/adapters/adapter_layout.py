@@ -469,8 +469,8 @@ def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer"
         raise ValueError(f"{name}: {error}") from None
     if spec.owned:
         raise ValueError(
-            f"{name}: its weight is declared {spec}, but an adapter needs a weight that every rank holds; leave this layer "
-            "out of the adapted layers"
+            f"the weight of {name} is declared with owned= ({spec}), so some ranks have no part of it, but an adapter "
+            "needs a part on every rank; do not adapt this layer"
         )
     return spec
 

@@ -290,14 +290,14 @@ def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_sam
             return (
                 "the values are equal" + (f" and {what}" if what else ""),
                 f"either the parameter is {layout}, and would count {n} times in a norm: remove its flag "
-                "(tensor_model_parallel, or P(axis)); or the shards were initialised with equal values",
+                "(tensor_model_parallel, or P(axis)); or the shards were initialized with equal values",
             )
         return None
     if kind == "tied":
         if not same_values:
             return (
                 "the values differ",
-                "the replicas diverged, or were loaded or initialised with different values: copy the values of one rank "
+                "the replicas diverged, or were loaded or initialized with different values: copy the values of one rank "
                 "to the other ranks; or the stages have different parameters: remove tied=",
             )
         if same_gradients and n > 1:
@@ -311,7 +311,7 @@ def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_sam
         return (
             "the values differ",
             "either the parameter is sharded and lacks its flag (tensor_model_parallel and partition_dim, or P(axis)); or "
-            "the replicas were initialised with different values",
+            "the replicas were initialized with different values",
         )
     if kind == "copy" and comparable and not same_gradients:
         return (

@@ -65,7 +65,7 @@ class ModelParallelUnit:
 
     Args:
         registry: Provides the process groups. Each group is created at its first use. ``torch.distributed`` must be
-            initialised.
+            initialized.
     Collectives: none. Host synchronization: none, in any method.
     """
 

@@ -64,7 +64,7 @@ def _infer(view: Callable[[], _View], any_roles: bool) -> ProcessGroupRegistry:
         view: Returns this rank's meshes and parameters. If it raises on a rank, all ranks raise.
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
             mesh, is a model axis. This is right if nothing is averaged, as in clipping. False: such an axis is an error.
-    Collectives: one object all-gather over the world. If ``torch.distributed`` is not initialised there is none, and the
+    Collectives: one object all-gather over the world. If ``torch.distributed`` is not initialized there is none, and the
     registry has one rank.
     """
     if not dist.is_initialized():
@@ -80,7 +80,7 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     is replaced.
 
     Collectives: in the first call with these meshes, one object all-gather over the world, so all ranks must make this call
-    at the same point. None in later calls, or if ``torch.distributed`` is not initialised.
+    at the same point. None in later calls, or if ``torch.distributed`` is not initialized.
     Host synchronization: yes, if there is a collective.
     """
     meshes = _meshes_of(params)
@@ -106,7 +106,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
             default roles; or the name of a mesh dim can't be the name of an axis.
         TypeError: ``model`` is not a module. Other ranks raise ValueError.
     Collectives: one object all-gather over the world. None for a Transformers model, or if ``torch.distributed`` is not
-    initialised.
+    initialized.
     Host synchronization: yes, if there is a collective.
     """
     is_module = isinstance(model, nn.Module)

@@ -68,7 +68,7 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
         groups: A ``ProcessGroupCollection`` with at least tp, pp and dp. Default None: the groups of Megatron's
             ``parallel_state``.
     Raises:
-        RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
+        RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialized.
         ValueError: ``groups`` lacks tp, pp or dp. On every rank: the ranks of a group are not evenly spaced; no common axes
             of the groups of dense parameters and of experts exist; no group of dense parameters connects some ranks; or a
             group of some rank does not lie along axes of the registry.
@@ -101,7 +101,7 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
         groups: A ``ProcessGroupCollection`` with at least tp, pp and dp. Default None: the groups of Megatron's
             ``parallel_state``.
     Raises:
-        RuntimeError: On every rank: ``groups`` is None, and ``parallel_state`` is not initialised.
+        RuntimeError: On every rank: ``groups`` is None, and ``parallel_state`` is not initialized.
         ValueError: On every rank: flags contradict each other or do not fit the parameter; a needed group is missing, or is
             not a group along axes of the registry; or `sum_rope_gradients` must be called first for multi-latent attention.
             No layout is declared in these cases.
@@ -271,7 +271,7 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         if high % low:
             raise ValueError(
                 f"the groups of ranks {by_field} have strides or spans (size x stride) {low} and {high}, of which {low} "
-                f"doesn't divide {high}, so no mesh contains all groups; initialise Megatron with sizes that divide each "
+                f"doesn't divide {high}, so no mesh contains all groups; initialize Megatron with sizes that divide each "
                 "other"
             )
     axes: dict[str, int] = {}
@@ -319,8 +319,8 @@ def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dis
 
         if not parallel_state.model_parallel_is_initialized():
             raise RuntimeError(
-                "Megatron's parallel_state isn't initialised; call parallel_state.initialize_model_parallel first, or "
-                "pass a ProcessGroupCollection"
+                "Megatron's parallel_state isn't initialized; call parallel_state.initialize_model_parallel first, or "
+                "pass groups=ProcessGroupCollection(...)"
             )
         groups = ProcessGroupCollection.use_mpu_process_groups(list(names.values()))
     fields = {name: getattr(groups, field, None) for name, field in names.items()}

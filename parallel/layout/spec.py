@@ -560,8 +560,8 @@ class P:
             if isinstance(index, str):
                 if size_of(index) > size:
                     raise ValueError(
-                        f"{name}: {self} needs a coordinate of {axis!r} for each of the {size_of(index)} coordinates of "
-                        f"{index!r}, but {axis!r} has size {size}; name an axis of size {size_of(index)} or more in owned="
+                        f"{name}: in {self}, owned={{{axis!r}: {index!r}}} needs size({axis!r}) >= size({index!r}) = "
+                        f"{size_of(index)}, but {axis!r} has size {size}; use a larger axis as the key"
                     )
                 continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):

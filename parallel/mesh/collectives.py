@@ -22,7 +22,7 @@ computation differs between ranks, each rank computes a partial gradient, which 
 * The tensor must require grad on all ranks of the group, or on none.
 * The backward consists of maps of the table, so it can be differentiated again.
 * Over a group of size 1 the functions return the tensor itself (with ``uneven=True`` or ``length=`` a view of it), and
-  ``torch.distributed`` need not be initialised.
+  ``torch.distributed`` need not be initialized.
 * The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
 * By default shards have equal shapes. With ``uneven=True`` or ``length=`` shards are the chunks of `torch.chunk` over

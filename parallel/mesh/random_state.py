@@ -1,7 +1,7 @@
 """Read, restore, check and seed the global random number generators of this process.
 
 The CPU generators are those of Python, of torch for the CPU, and of NumPy. NumPy's generator is skipped while no module
-has imported NumPy. `random_state` also reads torch's generator of the current GPU if CUDA is initialised, and
+has imported NumPy. `random_state` also reads torch's generator of the current GPU if CUDA is initialized, and
 `set_random_state` restores it. No function seeds the GPU generator.
 """
 
@@ -21,7 +21,7 @@ from ..mesh.value_checks import anything, check_count, check_number, check_text,
 def random_state() -> dict[str, Any]:
     """Return the states of all generators, in containers that ``torch.load(weights_only=True)`` reads.
 
-    The keys are those of `cpu_random_state`, and ``"cuda"`` if CUDA is initialised.
+    The keys are those of `cpu_random_state`, and ``"cuda"`` if CUDA is initialized.
     """
     state = cpu_random_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -233,7 +233,7 @@ def default_group(topology: Topology) -> dist.ProcessGroup | None:
         if topology.world_size == 1:
             return None
         raise RuntimeError(
-            f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialised; call "
+            f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialized; call "
             "meshstep.parallel.init_distributed() first (and start the ranks, for example with torchrun "
             f"--nproc-per-node {topology.world_size})"
         )
@@ -399,7 +399,7 @@ class ProcessGroupRegistry:
         coordinate: Coordinate of this rank on every axis.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, and the topology has more than one rank.
+        RuntimeError: ``torch.distributed`` is not initialized, and the topology has more than one rank.
         ValueError: The topology has another number of ranks than the default process group, or differs from the
             topology of another rank.
     Collectives: none.
@@ -492,7 +492,7 @@ class ProcessGroupRegistry:
         Raises:
             ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
             RuntimeError: The registry is closed; this version of torch can't create the group; or the world has one
-                rank, and ``torch.distributed`` was not initialised when the registry was constructed.
+                rank, and ``torch.distributed`` was not initialized when the registry was constructed.
         Collectives: none.
         """
         if axes not in self._by_axes:
@@ -522,7 +522,7 @@ class ProcessGroupRegistry:
             ValueError: The registry has no group of these ranks, and ``ranks`` does not contain this rank, contains a
                 rank outside the world, or contains a rank twice.
             RuntimeError: The registry is closed; this version of torch can't create the group; or the world has one
-                rank, and ``torch.distributed`` was not initialised when the registry was constructed.
+                rank, and ``torch.distributed`` was not initialized when the registry was constructed.
         Collectives: none.
         """
         # Without torch._dynamo nothing is compiled, and `torch.compiler.disable` would import it, which is slow.
@@ -543,7 +543,7 @@ class ProcessGroupRegistry:
         self._check_members(members)
         if self._world is None:
             raise RuntimeError(
-                "the group has size 1, and torch.distributed wasn't initialised when this registry was constructed, so "
+                "the group has size 1, and torch.distributed wasn't initialized when this registry was constructed, so "
                 "there is no process group; call registry.group() only if registry.size(...) > 1, or construct the "
                 "registry after init_distributed()"
             )
@@ -621,7 +621,7 @@ class ProcessGroupRegistry:
             ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the
                 axes of a mesh dim are not in the order of the topology.
             RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` was not
-                initialised when the registry was constructed.
+                initialized when the registry was constructed.
         """
         return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 
@@ -720,7 +720,7 @@ class ProcessGroupRegistry:
         if not axes:
             known = self.topology.named()
             raise ValueError(
-                f"no axis is given; name at least one ({known}); for all ranks, pass *registry.topology.axes"
+                f"no axis is given; name at least one ({known}); for the group of all ranks, pass *registry.topology.axes"
             )
         self.topology.expand_aliases(*axes)
 

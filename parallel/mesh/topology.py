@@ -89,8 +89,8 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
         if name not in axes and name not in aliases:
             known = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
             raise ValueError(
-                f"roles= has an entry for {name!r}, which is no axis or alias of this topology ({known}); "
-                "write one of these"
+                f"roles= has an entry for {name!r}, which is neither an axis nor an alias of this topology "
+                f"({known}); use one of these names"
             )
         if role not in get_args(Role):
             raise ValueError(
@@ -320,9 +320,13 @@ class Peers(Sequence[int]):
             digit = min(max(rest // stride, 0), size - 1)
             rest -= digit * stride
             at = at * size + digit
-        if rest or at not in range(*slice(start, stop).indices(self._len)):
+        if rest:
             raise ValueError(
                 f"rank {value} isn't in this group of {self._len} ranks between {self._base} and {self[-1]}"
+            )
+        if at not in range(*slice(start, stop).indices(self._len)):
+            raise ValueError(
+                f"rank {value} has index {at} in this group of {self._len} ranks, outside start={start}, stop={stop}"
             )
         return at
 

@@ -28,7 +28,7 @@ class Ranks(ABC):
         def test_norm(ranks):                                   # the pytest fixture
             assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
-    Before the function is called on a rank, the default process group is initialised, and torch's global seed is set to
+    Before the function is called on a rank, the default process group is initialized, and torch's global seed is set to
     0. The function must destroy the process groups that it creates, for example by closing its registry. Define the
     function at the top level of a module or script, because other processes find it by its name.
 
@@ -104,7 +104,8 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
         try:
             results.append(function(*args))
         except Exception as error:
-            raise RuntimeError(f"the function raised an error for the arguments {args!r}") from error
+            name = getattr(function, "__qualname__", repr(function))  # a functools.partial has no __qualname__
+            raise RuntimeError(f"{name} raised {type(error).__name__} for the arguments {args!r}") from error
     return results
 
 

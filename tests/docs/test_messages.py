@@ -16,7 +16,7 @@ from messages import Message, found_in, messages
 # Verbs that tell the user what to do.
 TELLS = re.compile(
     r"\b(give|write|call|make|create|take|use|set|declare|load|build|leave|say|name|start|prove|put|keep|apply|move|choose|ask|hand"
-    r"|return|cut|wrap|unfreeze|freeze|redistribute|continue|prepare|shard|pad|step|initialise|turn|pass|rename|split|add|check"
+    r"|return|cut|wrap|unfreeze|freeze|redistribute|continue|prepare|shard|pad|step|initialize|turn|pass|rename|split|add|check"
     r"|do|lay|let|run|train|finish|begin|define|save|boost|skip|clear|look|seed|see|pip|clip|go|wait)\b",
     re.IGNORECASE,
 )

@@ -46,7 +46,7 @@ def on_a_rank(name: str, function: str, *arguments: Any) -> Any:
 # Picture files and their scripts --------------------------------------------------------------------------------------
 
 
-def test_each_picture_has_a_script() -> None:
+def test_picture_files_are_exactly_the_expected_ones() -> None:
     layouts = {f"layout_{name}" for name in script("who_holds_what").LAYOUTS}
     assert {path.stem for path in PICTURES} == {*MEASURED, *layouts, "linear_2d"}
 

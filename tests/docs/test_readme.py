@@ -329,7 +329,7 @@ def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
     return [name for name, param in given["model"].named_parameters() if param.model_parallel], answers
 
 
-def test_deepspeed_page_passes_model_parallel_flags_and_mpu_to_deepspeed(world: World) -> None:
+def test_code_on_deepspeed_page_passes_model_parallel_flags_and_mpu(world: World) -> None:
     split = ["up.weight", "up.bias", "down.weight"]
     for rank, (flagged, answers) in enumerate(world.run(4, run_with_a_stand_in_for_deepspeed)):
         assert sorted(flagged) == sorted(split if rank % 2 else [*split, "down.bias"])

@@ -42,7 +42,7 @@ class Compiled:
 
     def is_reproducible(self) -> bool:
         """Return True if the PTX has no atomics, no approximate instructions and no fused float32 multiply-add."""
-        return not self.count(r"\batom\.|\bred\.|\.approx|\bfma\.rn(\.ftz)?\.f32")
+        return not self.count(r"\batom\.|\bred\.|\.approx|\bdiv\.full|\bfma\.rn(\.ftz)?\.f32")
 
     def vector_widths(self, access: str) -> set[int]:
         """Return the bytes per thread of all vector loads ("ld") or vector stores ("st") of global memory.

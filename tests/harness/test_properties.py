@@ -83,7 +83,7 @@ def test_random_cases_reports_failure_that_needs_several_cases_together(world: W
         fails(world)
 
 
-def test_run_each_uses_world_size_of_each_call_and_keeps_order(world: World) -> None:
+def test_run_each_uses_world_size_of_each_case_and_returns_results_in_order_of_cases(world: World) -> None:
     drawn = [[1], [2, 3], [], [4, 5], [6]]
     results = world.run_each(total, [(len(numbers) + 1, (numbers,)) for numbers in drawn])
     assert results == [[sum(numbers)] * (len(numbers) + 1) for numbers in drawn]

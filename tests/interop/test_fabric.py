@@ -34,7 +34,9 @@ def test_fabric_recipe_equals_stock_run_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scaled", "fused"), [(False, False), (False, True), (True, False), (True, True)])
-def test_lightning_trainer_recipe_clips_unscaled_gradients_only(scaled: bool, fused: bool) -> None:
+def test_lightning_trainer_recipe_clips_gradients_and_raises_if_they_are_still_scaled(
+    scaled: bool, fused: bool
+) -> None:
     """With a fused optimizer, Lightning's scaler unscales the gradients after clipping, so the recipe raises.
 
     A non-finite norm raises without a scaler only, because a scaler skips such a step.

@@ -365,7 +365,7 @@ def with_experts(
 
 
 def draw_experts(model: nn.Module, registry: ProcessGroupRegistry, ranks: int) -> None:
-    """Draw expert weights by their dense-model names, because CPU initialisation is equal on all expert ranks."""
+    """Draw expert weights by their dense-model names, because CPU initialization is equal on all expert ranks."""
     for name, param in model.named_parameters():
         if "local_experts" in name:
             names = expert_names(name, ranks)
@@ -596,11 +596,11 @@ def test_unsupported_options_of_megatron_ddp_are_rejected(world: World) -> None:
     assert "backward(loss, weight=...)" in world.run(4, refused, {}, {"calculate_per_token_loss": True})[3]
 
 
-def not_initialised() -> str:
-    with pytest.raises(RuntimeError, match="isn't initialised") as error:
+def not_initialized() -> str:
+    with pytest.raises(RuntimeError, match="isn't initialized") as error:
         registry_of()
     return str(error.value)
 
 
 def test_registry_of_call_before_megatron_initialization_raises_clear_error(world: World) -> None:
-    assert "initialize_model_parallel" in world.run(1, not_initialised)[0]
+    assert "initialize_model_parallel" in world.run(1, not_initialized)[0]

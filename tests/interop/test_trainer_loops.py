@@ -154,7 +154,7 @@ def assert_as_dense(found: list[Result]) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
-def test_automodel_recipe_clips_scaled_gradients_like_dense_model(world: World) -> None:
+def test_nemo_automodel_recipe_clips_after_scaling_expert_gradients_like_dense_model(world: World) -> None:
     assert_as_dense(world.run(4, by_automodel))
 
 

@@ -338,7 +338,8 @@ def one_backward_for_each_loss(run: Run) -> None:
 @mistake(
     "data=2",
     Error(
-        ValueError, "all accumulation_steps=1 micro-batches of this step have run: call step() before the next backward"
+        ValueError,
+        "this step already has all its micro-batches (accumulation_steps=1): call step() before the next backward",
     ),
     write="call `backward(loss_1 + loss_2)` once",
 )

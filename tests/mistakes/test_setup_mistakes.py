@@ -350,7 +350,7 @@ def same_samples_on_all_data_ranks(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "would give all samples to each of the 2 data ranks ... booster.prepare_dataloader("),
+    Error(ValueError, "doesn't divide its samples between the 2 data coordinates ... booster.prepare_dataloader("),
     write="use `booster.prepare_dataloader(dataset)`",
 )
 def booster_with_a_plain_loader(run: Run) -> None:
@@ -500,10 +500,10 @@ def generator_used_up_for_a_new_group(run: Run) -> None:
     "data=2",
     Error(
         ValueError,
-        "2 of the optimizer's parameters are not in the model ... "
-        "create the optimizer from model.parameters(), after the last change of the model",
+        "2 parameters of the optimizer are not parameters of the model ... "
+        "create the optimizer from model.parameters() after the last change of the model",
     ),
-    write="create the optimizer from `model.parameters()`, after the last change of the model",
+    write="create the optimizer from `model.parameters()` after the last change of the model",
 )
 def booster_with_an_optimizer_of_another_model(run: Run) -> None:
     """`booster.boost(model, optimizer)` with an optimizer of another model."""

@@ -231,7 +231,7 @@ def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
 def test_group_added_to_combined_optimizer_requires_optimizer_index() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
     optimizer = optimizer_of(of_two_classes, model)
-    with pytest.raises(ValueError, match="of the optimizer that steps the group"):
+    with pytest.raises(ValueError, match=r"set it to the position \(0 to 1\) of the group's optimizer in the list"):
         optimizer.add_param_group({"params": [more]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [more], "optimizer": 1})

@@ -251,7 +251,7 @@ def test_commit_that_returns_a_cuda_tensor_needs_no_host_synchronization_after_f
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
-def test_cuda_param_group_is_rejected_on_rank_without_initial_parameters_over_gloo() -> None:
+def test_gloo_rank_that_began_without_parameters_rejects_cuda_param_group() -> None:
     """The rank has counters on the CPU, and a step would combine tensors of two devices."""
     with world(Topology(pipe=2)), fake_cuda(collectives_on=CPU):
         registry = registry_of((("pipe", 2),))
@@ -330,7 +330,7 @@ MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> None:
+def test_linear_maps_use_only_collectives_that_gloo_supports_for_cuda_tensors(kind: str) -> None:
     """The cases are linear maps that layers apply in forward and backward."""
     with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
         over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
@@ -341,7 +341,7 @@ def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> N
 
 
 @torch.no_grad()
-def test_2d_layer_collectives_with_gloo_on_shared_gpu_are_supported() -> None:
+def test_2d_layers_use_only_collectives_that_gloo_supports_for_cuda_tensors() -> None:
     topology = Topology(row=2, col=2)
     with world(topology), fake_cuda(collectives_on=CPU) as logging:
         grid = Grid(ProcessGroupRegistry(topology), "row", "col")
@@ -472,7 +472,7 @@ def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) 
 
 def test_capture_with_collectives_on_host_raises() -> None:
     with pytest.raises(
-        RuntimeError, match=r"on cuda:0 and collectives on cpu: initialise torch.distributed with the backend 'nccl'"
+        RuntimeError, match=r"on cuda:0 and collectives on cpu: initialize torch.distributed with the backend 'nccl'"
     ):
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 

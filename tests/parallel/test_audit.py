@@ -118,7 +118,7 @@ def audited_by_alias() -> Audit:
         return audit(model, registry)
 
 
-def test_audit_accepts_shards_over_an_alias(world: World) -> None:
+def test_audit_accepts_parameter_sharded_over_an_axis_alias(world: World) -> None:
     assert world.run(4, audited_by_alias) == [Audit(1, ())] * 4
 
 

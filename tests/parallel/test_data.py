@@ -265,7 +265,7 @@ def test_resumed_sampler_with_other_batch_size_and_ranks_yields_remaining_sample
 
 
 @pytest.mark.parametrize(("batch_size", "drop_last", "sizes"), [(3, False, [3, 3, 3, 3]), (5, True, [5, 5])])
-def test_resumed_loader_with_other_batch_size_yields_remaining_samples_once(
+def test_resumed_loader_with_other_batch_size_continues_saved_order(
     batch_size: int, drop_last: bool, sizes: list[int]
 ) -> None:
     loader, whole = one_process(shuffle=True), one_process(shuffle=True)
@@ -297,14 +297,14 @@ def test_loader_resume_starts_next_epoch_if_drop_last_drops_all_remaining_sample
         (
             21,
             {"shuffle": True},
-            "with samples=20, but this loader has samples=21, .* Build the loader with the same dataset",
+            "after 4 samples, but the dataset had 20 samples and has 21 now, .* Build the loader with the same dataset",
         ),
         (
             20,
             {"shuffle": True, "seed": 1},
-            "with seed=0, but this loader has seed=1, .* Build the loader with seed=0, or",
+            "but the loader had seed=0 and has seed=1 now, .* Build the loader with seed=0, or",
         ),
-        (20, {}, "with shuffle=True, but this loader has shuffle=False"),
+        (20, {}, "but the loader had shuffle=True and has shuffle=False now"),
     ],
 )
 def test_loader_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
@@ -320,6 +320,14 @@ def test_loader_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
     assert other.state_dict() == before
     other.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 0})
     assert other.state_dict()["epoch"] == 1
+
+
+def test_loader_without_shuffling_resumes_within_an_epoch_with_another_seed() -> None:
+    loader = one_process()
+    next(iter(loader))
+    other = one_process(seed=1)
+    other.load_state_dict(loader.state_dict())
+    assert list(chain.from_iterable(indices(other))) == [*range(4, 20)]
 
 
 def test_loader_with_seed_samples_false_skips_seeding() -> None:

@@ -322,6 +322,45 @@ def test_init_distributed_times_out_if_other_ranks_never_start(
         init_distributed(backend="gloo", timeout=timedelta(seconds=1))
 
 
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize(
+    ("error", "backend", "variables", "message"),
+    [
+        (dist.DistNetworkError, "nccl", {}, "didn't connect to .*, and set MASTER_ADDR to the host of rank 0"),
+        (
+            dist.DistStoreError,
+            "gloo",
+            {"TORCHELASTIC_RUN_ID": "1"},
+            "didn't connect to .*, and give torchrun an address of",
+        ),
+        (
+            dist.DistBackendError,
+            "nccl",
+            {"TORCHELASTIC_RUN_ID": "1"},
+            "rank 0 of 2 .*connected to tcp://localhost:29411, but the nccl communicator .*couldn't be created; see .*, or "
+            "set NCCL_DEBUG=INFO",
+        ),
+        (dist.DistBackendError, "gloo", {}, r"but the gloo communicator .*see the first error of the other ranks\."),
+    ],
+)
+def test_init_distributed_distinguishes_failed_connection_from_failed_communicator(
+    environment: Callable[[Mapping[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    backend: str,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("planted")
+
+    environment({**torchrun(0), **variables})
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr("meshstep.parallel.launch._device", lambda *_: torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=f"{message}.* torch reports: planted"):
+        init_distributed(backend=backend)
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int], list[dict[str, Any]]]:
     """Return a function that fakes a number of GPUs and returns the list of recorded `init_process_group` arguments."""

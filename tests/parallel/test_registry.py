@@ -346,7 +346,7 @@ def bad_requests() -> None:
             (lambda: registry.rank("dat"), "did you mean 'data'"),
             (
                 lambda: registry.group(),
-                r"no axis is given; name at least one.*for all ranks, pass \*registry.topology.axes",
+                r"no axis is given; name at least one.*for the group of all ranks, pass \*registry.topology.axes",
             ),
             (lambda: registry.size(), "no axis is given; name at least one"),
             (lambda: registry.rank(), "no axis is given; name at least one"),

@@ -223,7 +223,7 @@ def rejected() -> None:
             Linear3D(8, 4, registry)(torch.zeros(3, 4))
         with pytest.raises(
             ValueError,
-            match=r"needs a coordinate of 'input' for each of the 2 coordinates of 'output', but 'input' has size 1",
+            match=r"owned=\{'input': 'output'\} needs size\('input'\) >= size\('output'\) = 2, but 'input' has size 1",
         ):
             Classifier3D(8, 4, registry)
         with pytest.raises(ValueError, match="the last rank would get no elements"):

@@ -23,7 +23,7 @@ def test_text_table_aligns_cells_left_or_right_in_their_column(rows: list[tuple[
         assert line == line.rstrip()
 
 
-def test_text_table_accepts_no_rows_and_rejects_uneven_rows() -> None:
+def test_table_without_rows_is_empty_and_rows_of_different_length_raise() -> None:
     assert aligned([]) == []
     with pytest.raises(ValueError, match="shorter"):
         aligned([("a", "b"), ("a",)])

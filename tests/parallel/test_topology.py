@@ -153,7 +153,10 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: Topology(row=True), "size True"),
         (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[call-overload]
         (lambda: Topology(roles=None, **{"a-b": 2}), "can't name an axis"),
-        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is no axis or alias of this topology"),
+        (
+            lambda: Topology(row=2, roles={"col": "data"}),
+            "'col', which is neither an axis nor an alias of this topology",
+        ),
         (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]
         (lambda: Topology.parse("row"), "'row' is neither axis=size nor alias"),
         (lambda: Topology.parse("row=x"), "row=x"),
@@ -233,6 +236,10 @@ def test_topology_peers_behave_like_a_tuple(topology: Topology, data: st.DataObj
         peers[len(peers)]
     with pytest.raises(ValueError, match="isn't in this group of"):
         peers.index(-1)
+    with pytest.raises(
+        ValueError, match=rf"rank {expected[0]} has index 0 in this group of .*, outside start=1, stop=None"
+    ):
+        peers.index(expected[0], 1)
     assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 
 

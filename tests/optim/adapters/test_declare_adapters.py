@@ -215,7 +215,7 @@ def test_lora_and_declare_adapters_reject_unsupported_layers_and_arguments(world
         assert (
             "found no adapter in Sequential: expected layers of PEFT or add_lora, or a module with two factors" in none
         )
-        assert "but an adapter needs a weight that every rank holds" in owned
+        assert "so some ranks have no part of it, but an adapter needs a part on every rank" in owned
 
 
 # The optimizer's comparison of replicas -------------------------------------------------------------------------------

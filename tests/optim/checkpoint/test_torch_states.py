@@ -308,7 +308,7 @@ def test_optimizer_state_of_other_layout_with_same_shard_shape_is_resharded(worl
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("x", "has meshstep/skipped_steps='x', which is no number; give the result of state_dict"),
+        ("x", "has meshstep/skipped_steps='x', which is not a number; give the result of state_dict"),
         (None, "has no entry meshstep/skipped_steps, so .*, or without TorchStates"),
     ],
 )
@@ -333,7 +333,7 @@ def test_torch_states_reject_clipping_rule_state_that_is_no_json() -> None:
     states = TorchStates(optimizer)
     saved = states.state_dict()
     saved["param_groups"][0]["meshstep/clip"] = "{"
-    with pytest.raises(ValueError, match=r"has meshstep/clip='{', which is no JSON \("):
+    with pytest.raises(ValueError, match=r"has meshstep/clip='{', which is not valid JSON \("):
         states.load_state_dict(saved)
 
 

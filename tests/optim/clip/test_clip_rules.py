@@ -465,7 +465,7 @@ def uneven(rule: Clip, dim: int) -> str:
         return f"stepped {float(params[0].detach().sum()):g}"
 
 
-def test_adaptive_clipping_rejects_uneven_shards_without_full_shape_on_all_ranks(world: World) -> None:
+def test_adaptive_clipping_raises_on_all_ranks_for_uneven_shards_without_full_shape(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(), 0)
     assert messages[0] == messages[1]
     assert messages[0].startswith("odd has shards of unequal sizes")
@@ -569,7 +569,9 @@ def late_group_threshold(rule: Clip) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(0.5)])
-def test_group_max_norm_set_later_on_one_rank_raises_there_and_skips_elsewhere(world: World, rule: Clip) -> None:
+def test_group_max_norm_set_after_first_step_on_one_rank_raises_there_and_other_ranks_skip_the_step(
+    world: World, rule: Clip
+) -> None:
     (_, of_first), (said, of_second) = world.run(2, late_group_threshold, rule)
     assert "param group 0 has its own max_norm" in said
     assert (of_first, of_second) == ([0.0, 1.0], [0.0])

@@ -285,7 +285,10 @@ def test_max_norm_pattern_without_matching_parameter_raises_on_every_rank(world:
     assert "'experts.*' matches no parameter; the names are bias" in first
     first, second = world.run(2, unmatched, {"b*": 1.0, "bias": 0.5})
     assert first == second
-    assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
+    assert (
+        "the pattern 'bias' matches (bias@pipe=0, bias@pipe=1) is already matched by an earlier pattern; move 'bias'"
+        in first
+    )
 
 
 def test_max_norm_patterns_that_leave_parameters_unmatched_raise(world: World) -> None:
@@ -337,7 +340,7 @@ def norms_by_name() -> dict[str, float]:
         return {pattern: float(norm) for pattern, norm in stats.named_norms.items()}
 
 
-def test_named_norms_cover_all_pipeline_stages(world: World) -> None:
+def test_norms_per_name_pattern_include_all_pipeline_stages(world: World) -> None:
     layout = LAYOUTS["pipe, tied"]
     norms = {key: float(layout.gradient(key, 0).norm()) for key in layout.keys}
     first, second = world.run(2, norms_by_name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_kernels import CAPABILITIES, compile_kernel, resources_of
+from compiled_kernels import CAPABILITIES, Compiled, compile_kernel, resources_of
 from interpreted import why_no_triton
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
@@ -24,7 +24,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=["Adam", "SGD"])
-def test_triton_update_kernels_use_only_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
+def test_division_and_square_root_in_triton_update_kernels_are_ieee_rounded(
+    rule: dict[str, Any], capability: int
+) -> None:
     """The kernel for unaligned addresses has no vector loads or stores, which would be errors on the GPU."""
     from meshstep.optim.kernels import triton_kernels
 
@@ -38,6 +40,14 @@ def test_triton_update_kernels_use_only_ieee_division_and_square_root(rule: dict
     assert shifted.vector_widths("ld") == shifted.vector_widths("st") == set()
     assert (shifted.count(r"sqrt\.rn\.f32") > 0) == (rule is ADAM)
     assert (shifted.count(r"div\.rn\.f32") > 0) == (rule is ADAM)
+
+
+@pytest.mark.parametrize(
+    "instruction", ["div.full.f32", "div.approx.f32", "sqrt.approx.ftz.f32", "atom.global.add.f32"]
+)
+def test_approximate_and_atomic_instructions_in_ptx_are_detected(instruction: str) -> None:
+    assert Compiled("div.rn.f32 %r1, %r2, %r3;", 0, 90).is_reproducible()
+    assert not Compiled(f"{instruction} %r1, %r2, %r3;", 0, 90).is_reproducible()
 
 
 def test_fused_multiply_add_in_ptx_is_detected() -> None:

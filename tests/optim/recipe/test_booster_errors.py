@@ -93,7 +93,7 @@ def other_schedule() -> Any:
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
     ],
 )
-def test_boost_rejects_invalid_arguments(
+def test_booster_and_boost_reject_invalid_arguments(
     kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -111,7 +111,7 @@ def test_boost_leaves_a_rejected_list_of_optimizers_unchanged() -> None:
     several = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
     for message, changes in (
         ("lr_scheduler was created with one of several optimizers", {"lr_scheduler": torch_lr.StepLR(several[0], 2)}),
-        ("4 of the optimizer's parameters are not in the model", {"model": other}),
+        ("4 parameters of the optimizer are not parameters of the model", {"model": other}),
     ):
         with pytest.raises(ValueError, match=message):
             boost(**{"model": model, "optimizer": several, **changes})
@@ -250,10 +250,10 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
         {"data": 2},
         "shuffled",
         None,
-        "the loader's RandomSampler would give all samples to each of the 2 data ranks; create the loader w",
+        r"the loader's RandomSampler doesn't divide its samples between the 2 data coordinates \(.*\); create the loader w",
     ),
     ({"tensor": 2}, "world", None, "DistributedSampler has rank [01] of 2, but this rank has data coordinate 0 of 1"),
-    ({"data": 2}, "rank 1", "ddp", "of the optimizer's parameters are not in the model"),
+    ({"data": 2}, "rank 1", "ddp", "parameters of the optimizer are not parameters of the model"),
 ]
 
 
@@ -334,9 +334,9 @@ LOADERS = {
     "batches of a distributed sampler": "",
     "batches of another distributed sampler": r"DistributedSampler has rank [0-3] of 4, but this rank has data coordinate",
     "own batch sampler": "",
-    "shuffled batches": "the loader's RandomSampler would give all samples to each of the 2 data ranks; create the loader",
-    "weighted": "the loader's WeightedRandomSampler would give all samples to each of the 2 data ranks",
-    "subset": "the loader's SubsetRandomSampler would give all samples",
+    "shuffled batches": r"the loader's RandomSampler doesn't divide its samples between the 2 data coordinates \(.*\);",
+    "weighted": "the loader's WeightedRandomSampler doesn't divide its samples between the 2 data coordinates",
+    "subset": "the loader's SubsetRandomSampler doesn't divide its samples",
     "streams": "",
     "equal streams": "ranks 0 and 2 begin with the same samples, but the ranks have different data coordinates; select",
     "streams of all ranks": "ranks 0 and 1 begin with different samples, but the ranks have the same data coordinate",

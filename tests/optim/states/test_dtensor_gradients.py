@@ -94,7 +94,7 @@ def dense_words(tied: bool) -> Trained:
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_undeclared_vocabulary_parallel_embedding_matches_dense_model(
+def test_vocabulary_parallel_dtensor_embedding_without_declare_matches_dense_model(
     world: World, tied: bool, options: dict[str, Any]
 ) -> None:
     """torch leaves the gradient of the embedding replicated; the plain parameters of the norm layer count as replicated."""

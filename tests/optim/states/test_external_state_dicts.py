@@ -59,7 +59,7 @@ def axes_of(kind: str) -> dict[str, int]:
     return {"tensor": 2} if kind == SPLIT else {"data": 2}
 
 
-def initialised(kind: str, precision: Mode) -> None:
+def initialized(kind: str, precision: Mode) -> None:
     with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         one = Built(kind, registry, precision)
         one.train(0, 4)
@@ -98,7 +98,7 @@ def initialised(kind: str, precision: Mode) -> None:
 def test_states_created_by_step_with_zero_gradients_can_be_filled_and_loaded(
     world: World, kind: str, precision: Mode
 ) -> None:
-    world.run(2, initialised, kind, precision)
+    world.run(2, initialized, kind, precision)
 
 
 def cleared_by_the_model(precision: Mode) -> None:

@@ -189,7 +189,7 @@ def late(options: dict[str, Any]) -> dict[str, Tensor]:
         }
 
 
-def test_zero_and_offload_support_existing_states_and_added_groups(world: World) -> None:
+def test_zero_and_offload_match_unsharded_steps_with_existing_states_and_added_groups(world: World) -> None:
     for options in (ZERO1, ZERO2, {"offload": 0.6}, {**ZERO2, "offload": 1.0}):
         for found, expected in zip(world.run(2, late, options), world.run(2, late, {}), strict=True):
             names = {name for name in expected if "frozen" not in name}

@@ -94,7 +94,7 @@ def misused(kind: str) -> None:
     ("kind", "says"),
     [
         ("not cleared", "call zero_grad"),
-        ("backward without optimizer", "outside of optimizer.backward"),
+        ("backward without optimizer", "got a gradient from a backward that the optimizer did not run"),
         ("twice in one backward", "second gradient in one backward"),
     ],
 )

@@ -58,7 +58,7 @@ def ddp_over_some_data_ranks() -> None:
         wrap(registry, registry.group("outer", "inner"))
 
 
-def test_ddp_over_fewer_ranks_than_the_data_axes_raises(world: World) -> None:
+def test_ddp_over_a_subset_of_the_data_ranks_raises(world: World) -> None:
     world.run(4, ddp_over_some_data_ranks)
 
 

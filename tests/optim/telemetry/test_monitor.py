@@ -289,7 +289,9 @@ def test_monitor_continues_counting_from_loaded_state() -> None:
     second = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
     second(stats_of(2), 100.0)  # before the state is loaded
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"is no state of a Monitor .*; give the result of Monitor.state_dict\(\)"):
+    with pytest.raises(
+        ValueError, match=r"is not the state of a Monitor .*; give the result of Monitor.state_dict\(\)"
+    ):
         second.load_state_dict({"step": 3})
     for step in range(4, 6):
         second(stats_of(step), 1.0)

@@ -321,7 +321,7 @@ def refused(options: dict[str, Any], every: int) -> str:
         return ""
 
 
-def test_telemetry_rejects_noise_scale_without_local_gradients_and_different_intervals(world: World) -> None:
+def test_telemetry_rejects_different_intervals_and_noise_scale_if_local_gradients_are_missing(world: World) -> None:
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"states": Sharded("data", gradients=True)}, 1, "leave gradients=True out"),
         ({"overlap": True}, 1, "leave overlap out"),

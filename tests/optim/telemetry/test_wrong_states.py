@@ -33,7 +33,7 @@ def values(state: Any) -> Any:
 def test_monitor_rejects_wrong_count_in_state(name: str, wrong: Any) -> None:
     monitor = Monitor(ProcessGroupRegistry(Topology()))
     before = monitor.state_dict()
-    with pytest.raises(ValueError, match="is no state of a Monitor"):
+    with pytest.raises(ValueError, match="is not the state of a Monitor"):
         monitor.load_state_dict({**before, name: wrong})
     assert monitor.state_dict() == before
 

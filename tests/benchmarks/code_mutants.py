@@ -502,6 +502,18 @@ LISTED: list[Fault] = [
         "(isinstance(value, Tensor) and value.numel() == 0)",
         "(isinstance(value, Tensor))",
     ),
+    Fault("optim/parallel_optimizer.py", "self._setup.check_sum_order_of(clip)", "pass"),
+    Fault("optim/clip/functional.py", "scale_info, in_place=True, captured", "scale_info, in_place=False, captured"),
+    Fault(
+        "optim/clip/functional.py",
+        "gradient.layout != torch.strided or gradient.is_complex()",
+        "gradient.layout != torch.strided",
+    ),
+    Fault("optim/gradients/fixed_order.py", "if place % 2 == 0 else None", "if place % 1 == 0 else None"),
+    Fault("parallel/mesh/registry.py", "if isinstance(found, str):", "if False:"),
+    Fault("optim/states/optimizer_state.py", 'check_text(name, f"a key of {where}")', "pass"),
+    Fault("amp/loss_scale.py", '"an integer" if is_count else', '"an integer" if False else'),
+    Fault("optim/parallel_optimizer.py", "self._switch.discard_old_weights()", "pass"),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.

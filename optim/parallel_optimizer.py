@@ -841,7 +841,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._missing_shards = MissingShards(self._table, self._device, with_empty=bool(full))
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
-        around = self._states.around_backward
+        around = [self._completion.separate.micro_batch, *self._states.around_backward]  # it ends last
         if self._switch is not None:
             around.append(self._switch.micro_batch)
             self._switch.expect(self._window)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
+from ...parallel.interop.local_parameters import local_tensor
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import is_lazy, resolve_
@@ -38,6 +39,45 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
     for param in params:
         if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
             param.grad = param.grad.float()
+
+
+def separate_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """Copy each gradient that begins at the address of an earlier one. Return the parameters with these gradients.
+
+    Autograd may give two parameters views of one gradient, for example for ``a.unsqueeze(0) + b.unsqueeze(0)``. The next
+    backward, which adds to both in place, and clipping would then change this memory twice.
+    """
+    first: dict[int, Tensor] = {}
+    shared: dict[int, Tensor] = {}
+    for param in params:
+        gradient = param.grad
+        local = None if gradient is None or gradient.layout is not torch.strided else local_tensor(gradient)
+        if type(local) is not Tensor or not (address := local.data_ptr()):
+            continue  # also a fake tensor, or zeros without memory
+        other = first.setdefault(address, param)
+        if gradient is not None and other is not param:
+            param.grad = gradient.clone()
+            shared |= {id(other): other, id(param): param}
+    return list(shared.values())
+
+
+class SeparateGradients:
+    """Calls `separate_gradients` after each backward: in the first window for all parameters, later for those it found."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params, self._found = list(params), dict[int, Tensor]()
+
+    def __call__(self) -> None:
+        self._found |= {id(param): param for param in separate_gradients(self._params)}
+
+    def end_first_window(self) -> None:
+        self._params = list(self._found.values())
+
+    @contextmanager
+    def micro_batch(self, _: object) -> Iterator[None]:
+        """Return a context manager around one backward."""
+        yield
+        self()
 
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:

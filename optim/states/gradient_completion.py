@@ -13,7 +13,7 @@ from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.buckets import Reducible, gradient_buckets, keep_in_place, reduce_all
-from ..gradients.in_place import check_kinds, clear_gradients, poison_bad_kinds
+from ..gradients.in_place import SeparateGradients, check_kinds, clear_gradients, poison_bad_kinds
 from ..gradients.reduce_in_backward import ArrivedGradients
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
@@ -71,6 +71,7 @@ class GradientCompletion:
         self.chain, self.table, self.early, self._model = chain, table, early, model
         _CHAINS.add(chain)
         self.params = table.grad_tensors
+        self.separate = SeparateGradients(chain.params)
         self._make_buckets, self._buckets = buckets, list(buckets(table.plan))
         self.grads_checked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
@@ -118,6 +119,7 @@ class GradientCompletion:
         if window.phase in ("complete", "clipped") or window.decision is not None:
             return None
         self._check_converted()
+        self.separate()
         for observer in self.chain.observers:
             _observe(observer.local_grads, window)
         if window.captured:
@@ -150,6 +152,7 @@ class GradientCompletion:
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.table), self.chain.registry)
             self.grads_checked = window.grads_checked = True
+            self.separate.end_first_window()
             window.forget_gradients()
         for param in self.params:
             gradient = param.grad

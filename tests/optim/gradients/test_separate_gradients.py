@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer, Sharded, clip_grad_norm_, scale_gradients_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -60,15 +61,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(name: str) -> list[Tensor]:
-    """Make two clipped SGD steps with learning rate 1, and return the sum of all updates per parameter."""
+def steps(name: str, max_norm: float) -> list[Tensor]:
+    """Make two SGD steps with learning rate 1, and return the sum of all updates per parameter."""
     options = OPTIONS[name]
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
+    with ProcessGroupRegistry(Topology(data=dist.get_world_size())) as registry:
         model = Sum()
         if "precision" in options:
             model.bfloat16()
         before = [param.detach().clone() for param in model.parameters()]
-        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=4.0, **options)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = ParallelOptimizer(sgd, registry, max_norm=max_norm, **options)
         for _ in range(2):
             for number in range(options.get("accumulation_steps", 1)):
                 x = torch.full((2, 4), 1.0 + number + 2 * registry.rank("data"))
@@ -79,9 +81,13 @@ def steps(name: str) -> list[Tensor]:
 
 
 @pytest.mark.default_cases(99)
+@pytest.mark.parametrize(("ranks", "max_norm"), [(1, 0.5), (2, 1e3)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_parameters_whose_gradients_share_memory_get_the_clipped_mean_gradient(world: World, name: str) -> None:
-    # All 16 elements of the gradient are equal, so an element of the clipped gradient with norm 4 is 1.
-    for updates in world.run(2, steps, name):
+def test_parameters_whose_gradients_share_memory_get_the_clipped_mean_gradient(
+    world: World, name: str, ranks: int, max_norm: float
+) -> None:
+    mean = (2.0 if "accumulation_steps" in OPTIONS[name] else 1.0) + (ranks - 1)  # all 16 elements are equal
+    expected = -2 * min(mean, max_norm / 4)
+    for updates in world.run(ranks, steps, name, max_norm):
         for update in updates:
-            assert update.tolist() == pytest.approx([-2.0] * 8, rel=1e-5)
+            assert update.tolist() == pytest.approx([expected] * 8, rel=1e-5)

@@ -97,10 +97,11 @@ def test_run_each_names_the_case_in_which_a_rank_raises() -> None:
 
 
 def item(test: str, **arguments: object) -> Any:
-    """Return a fake collected test item, as pytest passes it to `sample`."""
+    """Return a fake collected test item without markers, as pytest passes it to `sample`."""
+    markers: dict[str, Any] = {"get_closest_marker": lambda name: None}
     if not arguments:
-        return SimpleNamespace(nodeid=test)
-    return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
+        return SimpleNamespace(nodeid=test, **markers)
+    return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments), **markers)
 
 
 def test_sample_picks_one_case_of_each_test_from_second_half_of_its_cases() -> None:
@@ -113,6 +114,9 @@ def test_sample_picks_one_case_of_each_test_from_second_half_of_its_cases() -> N
     modes = {case.callspec.params["mode"] for cases in tests for case in cases if case in chosen}
     assert modes == set(range(10, 20)), "different tests must contribute different cases"
     assert sample(every) == chosen
+    marked = item("marked")
+    marked.get_closest_marker = lambda name: name if name == "newest_torch" else None
+    assert marked not in sample([*every, marked])
 
 
 def drawn_from(

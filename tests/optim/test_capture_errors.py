@@ -291,7 +291,7 @@ def test_poll_reports_backward_that_bypassed_optimizer() -> None:
     run.optimizer.zero_grad()
     run.loss(run.batch(5)).backward()
     run.optimizer.step()
-    with pytest.raises(RuntimeError, match=r"the steps with these gradients were skipped: write optimizer.backward"):
+    with pytest.raises(RuntimeError, match=r"The steps with these gradients were skipped; write optimizer.backward"):
         run.optimizer.poll()
     run.optimizer.poll()  # reported only once
 

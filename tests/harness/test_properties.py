@@ -91,7 +91,7 @@ def test_run_each_uses_world_size_of_each_case_and_returns_results_in_order_of_c
 
 def test_run_each_names_the_case_in_which_a_rank_raises() -> None:
     world = World()
-    with pytest.raises(WorldError, match=r"(?s)planted.*in the case \[901\]"):
+    with pytest.raises(WorldError, match=r"(?s)planted.*total raised AssertionError for the arguments \(\[901\],\)"):
         world.run_each(total, [(2, ([1],)), (2, ([901],)), (2, ([2],))])
     world.close()
 

@@ -22,7 +22,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.buckets import sync_axes
-from ..gradients.in_place import clamp_each, is_complete, keep_complete_marks, scale_each, separate_gradients
+from ..gradients.in_place import clamp_each, distinct, is_complete, keep_complete_marks, scale_each, separate_gradients
 from ..norm.global_norm import GlobalNorm, PackedSum
 from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
@@ -228,6 +228,7 @@ class StatefulClipper:
         except (ValueError, TypeError):
             self.take_part(clip)
             raise
+        separate_gradients(params)
         with local_parameters(params, self.registry.topology) as local:
             return self._clip(clip, local, wrong=False)
 
@@ -417,7 +418,6 @@ def clip_grad_norm_(
         checked_norm_type(norm_type)
         checked_reduction(reduction)
         given = unique_params(params)
-        separate_gradients(param for _, param in given)
         listed, registry = _listed(given, registry)
     except Exception as error:
         _take_part(error, registry, norm_type, reduction, "clip_grad_norm_", clip)
@@ -440,7 +440,7 @@ def clip_grad_norm_(
                 "error_if_nonfinite=True out and skip steps with stats.found_inf == 1"
             )
         if _needs_only_total(clip):
-            listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
+            listed.change(lambda gradients: scale_each(distinct(gradients), stats.clip_coef))
     return stats
 
 
@@ -491,11 +491,9 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
         meshes, and each partial gradient is summed.
     Host synchronization: only if meshes are gathered.
     """
-    given = unique_params(params)
-    separate_gradients(param for _, param in given)
-    listed, registry = _listed(given, registry)
+    listed, registry = _listed(unique_params(params), registry)
     check_gradients(listed, registry)
-    listed.change(lambda gradients: scale_each(gradients, factor))
+    listed.change(lambda gradients: scale_each(distinct(gradients), factor))
 
 
 @torch.no_grad()

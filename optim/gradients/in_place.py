@@ -61,6 +61,16 @@ def separate_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return list(shared.values())
 
 
+def distinct(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the gradients without those that begin at the address of an earlier one. See `separate_gradients`."""
+    found: dict[int, Tensor] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            address = gradient.data_ptr() if type(gradient) is Tensor else 0  # 0: no memory, or a fake tensor
+            found.setdefault(address or id(gradient), gradient)
+    return list(found.values())
+
+
 class SeparateGradients:
     """Calls `separate_gradients` after each backward: in the first window for all parameters, later for those it found."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.amp import Bf16
-from meshstep.optim import ParallelOptimizer, Sharded, clip_grad_norm_, scale_gradients_
+from meshstep.optim import ClipState, ParallelOptimizer, PerParameter, Sharded, clip_grad_norm_, scale_gradients_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -36,7 +36,11 @@ def scale(model: nn.Module) -> None:
     scale_gradients_(model, torch.tensor(1 / 8), ProcessGroupRegistry(Topology()))
 
 
-@pytest.mark.parametrize("change", [clip, scale])
+def clip_each(model: nn.Module) -> None:
+    clip_grad_norm_(model, ClipState(PerParameter(2**-0.5)), ProcessGroupRegistry(Topology()))
+
+
+@pytest.mark.parametrize("change", [clip, clip_each, scale])
 def test_gradients_that_share_memory_are_multiplied_once(change: Callable[[nn.Module], None]) -> None:
     model, x = Sum(), torch.full((2, 4), 2.0)
     model(x).backward()

@@ -102,7 +102,7 @@ def test_repr_of_spec_with_blocks_is_its_constructor_call() -> None:
         (lambda: P(owned={"a": "b", "b": 0}), "needs a tensor dim that is sharded over 'b', but there is none"),
         (
             lambda: P("a", owned={"b": "a"}).validate(1, Topology(a=3, b=2), "w"),
-            "w: .* a coordinate of 'b' for each of the 3 coordinates of 'a', but 'b' has size 2; name .* size 3 or more",
+            r"w: .* needs size\('b'\) >= size\('a'\) = 3, but 'b' has size 2; use a larger axis as the key",
         ),
         (lambda: P(["a"]), r"P\(...\) has the entry \['a'\]; give the name of a mesh axis"),  # type: ignore[arg-type]
         (lambda: P(tied={"pipe": ()}), "has no coordinates"),

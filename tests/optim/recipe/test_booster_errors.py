@@ -82,7 +82,7 @@ def other_schedule() -> Any:
         (
             ValueError,
             lambda: {"optimizer": torch.optim.SGD(classifier().parameters())},
-            "4 of the optimizer's parameters",
+            "4 parameters of the optimizer are not parameters of the model",
         ),
         (
             ValueError,

@@ -121,6 +121,8 @@ class Training:
         optimizer = ParallelOptimizer(self.inner(params), registry, **options)
         schedule = None if self.schedule is None else self.schedule(optimizer)
         measured = None if self.telemetry is None else Telemetry(optimizer, every=1, **self.telemetry)
+        if self.saved_to is not None and torch.__version__.startswith("2.11."):
+            pytest.skip("the fake backend of torch 2.11 can't create the process group that AsyncSaver needs")
         model, saver = nn.ParameterList(params), None if self.saved_to is None else AsyncSaver(self.saved_to, registry)
         rates = []
         for step in range(self.steps):

@@ -19,7 +19,7 @@ from failing import fails_in_backward
 from loops import using
 from meshstep.amp import Bf16, TorchFp16
 from meshstep.optim import Adaptive, ByNorm, Clip, ParallelOptimizer, PerParameter, Sharded, StepObserver
-from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.kernels.choice import Kernels, chosen
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
@@ -286,6 +286,8 @@ def run_different(case: str, plants: bool, steps: int) -> tuple[list[str], list[
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_invalid_lr_or_removed_group_on_one_rank_skips_step_on_all_ranks(world: World, case: str) -> None:
     _, text, late = DIFFERENT[case]
+    if chosen.native is None and case == "text as lr, ZeRO":
+        text = ""  # the last rank has no elements of this param group, so torch's kernels don't read its lr
     (first, values, _), (last, other_values, _) = world.run(2, run_different, case, True, BAD + LAG + 2)
     assert first[BAD] == "kept"
     assert last[BAD].startswith("kept " + text if text else "kept")

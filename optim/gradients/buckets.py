@@ -35,7 +35,7 @@ from ...parallel.mesh.topology import Topology
 from ..kernels.memory import is_lazy
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, check_unused, entries_of
 from ..norm.plan_agreement import agreed
-from .in_place import change_each, gradient_dtype, is_complete, mark_complete, widen_gradients
+from .in_place import change_each, gradient_dtype, is_complete, mark_complete, separate_gradients, widen_gradients
 
 # Layout of a flat bucket, which is divided into equal slices, one per rank --------------------------------------------
 
@@ -391,35 +391,14 @@ def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> Non
 def reduce_all(buckets: Iterable[Reducible]) -> None:
     """Reduce all buckets. Reductions of consecutive buckets overlap if the buckets have the same process group.
 
-    At most two reductions run at the same time, so there are flat copies of two buckets. If gradients that are written in
-    place share memory, all reductions over a group start before the first one finishes. Otherwise a sum in shared memory
-    would be added to the next bucket.
-
-    The reductions over one group finish before the reductions over the next group start. Otherwise NCCL could deadlock:
-    the kernels of two groups may together need more resources than a GPU has, and ranks may start the groups in
-    different orders.
+    At most two reductions run at the same time, so there are flat copies of two buckets. Gradients that share memory are
+    copied before, because a sum that is written in place would be added to the next bucket.
     """
     for _, same_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
         group_buckets = list(same_group)
-        run_all([bucket.start for bucket in group_buckets], None if _share_memory(group_buckets) else 2)
-
-
-def _share_memory(buckets: Sequence[Reducible]) -> bool:
-    """Return True if gradients overlap in memory and a bucket writes sums into its gradients in place.
-
-    Autograd returns such gradients, for example for ``a.view(2, 2) + b.view(2, 2)``.
-    """
-    if len(buckets) == 1 or buckets[0].group is None:
-        return False
-    if all(bucket.adopt and all(param.is_contiguous() for param in bucket.params) for bucket in buckets):
-        return False
-    gradients = [param.grad for bucket in buckets for param in bucket.params]
-    spans = sorted(
-        (gradient.data_ptr(), gradient.nbytes)
-        for gradient in gradients
-        if gradient is not None and gradient.layout == torch.strided and gradient.numel()
-    )
-    return any(start + nbytes > other for (start, nbytes), (other, _) in pairwise(spans))
+        if not all(bucket.adopt and all(param.is_contiguous() for param in bucket.params) for bucket in group_buckets):
+            separate_gradients(param for bucket in group_buckets for param in bucket.params)
+        run_all(bucket.start for bucket in group_buckets)
 
 
 def keep_in_place(buckets: Iterable[Reducible]) -> None:
@@ -626,6 +605,7 @@ def sync_gradients(
     with in_call(registry, "sync_gradients"):
         plan = make() if registry in _SYNCED else agreed(make, registry)
         _SYNCED.add(registry)
+    separate_gradients(param for _, param in pairs)  # below, a copy of a DTensor's gradient would be lost
     with local_parameters([param for _, param in pairs], topology, to_sum=True) as local:
         for entry, param in zip(plan.entries, local, strict=True):
             pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1

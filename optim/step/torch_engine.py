@@ -6,7 +6,7 @@ Optimizers that accept a skip flag and a gradient scale get both as tensors on t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
@@ -106,6 +106,31 @@ class FusedStepCountMode(TorchDispatchMode):
             len(before) == len(tensors) and all(a is b for a, b in zip(before, tensors, strict=True))
             for before in self._counted
         )
+
+
+@contextmanager
+def _counts_kept_on_error(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """Return a context manager that corrects the step counts if an update raises that was to be skipped.
+
+    A fused optimizer first adds 1 to its step counts, and subtracts ``found_inf`` after its kernel. If the kernel raises
+    on one rank only, that rank's counts would stay one higher than those of its replicas. An addition shows in the
+    version counter of the tensor.
+    """
+    before = {id(count): count._version for count in _counts_in(optimizer)}
+    try:
+        yield
+    except Exception:
+        for count in _counts_in(optimizer):
+            if id(count) not in before:
+                count.mul_(1 - found_inf)
+            elif count._version == before[id(count)] + 1:
+                count.sub_(found_inf)
+        raise
+
+
+def _counts_in(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    counts = (state.get("step") for state in optimizer.state.values())
+    return (count for count in counts if isinstance(count, Tensor))
 
 
 # States and gradients with the strides of their parameters ------------------------------------------------------------
@@ -254,13 +279,18 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        counts = found_inf.is_cuda and not asks_other_ranks(
-            optimizer
-        )  # full-tensor optimizers count their steps themselves
-        with capturable(optimizer), FusedStepCountMode(optimizer, found_inf) if counts else nullcontext():
+        with capturable(optimizer), _counting(optimizer, found_inf):
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
+
+
+def _counting(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> AbstractContextManager[object]:
+    if asks_other_ranks(optimizer):
+        return nullcontext()  # full-tensor optimizers count their steps themselves
+    return (
+        FusedStepCountMode(optimizer, found_inf) if found_inf.is_cuda else _counts_kept_on_error(optimizer, found_inf)
+    )
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

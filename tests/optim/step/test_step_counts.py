@@ -1,4 +1,4 @@
-"""Step counts of fused optimizers, which are updated in one pass instead of torch's two."""
+"""Step counts of fused optimizers, which are updated in one pass instead of torch's two, and kept if an update raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim.step.torch_engine import FusedStepCountMode
+from meshstep.optim.step.torch_engine import FusedStepCountMode, update_by_torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,3 +88,23 @@ def test_step_count_mode_ignores_counts_incremented_by_a_tensor() -> None:
         torch._foreach_add_([optimizer.state[param]["step"]], torch.ones(()))
         torch._foreach_sub_([optimizer.state[param]["step"]], [found_inf])
     assert float(optimizer.state[param]["step"]) == 3.0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("bad_group", [0, 1])
+@pytest.mark.parametrize("kind", ["adam", "adamw, amsgrad", pytest.param("adagrad", marks=pytest.mark.newest_torch)])
+def test_skipped_update_that_raises_keeps_step_counts(kind: str, bad_group: int, steps: int) -> None:
+    """Otherwise, the step counts of a rank whose update raises would differ from those of its replicas."""
+    params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(4)]
+    optimizer = OPTIMIZERS[kind]([{"params": params[:1]}, {"params": params[1:]}])
+    for step in range(steps + 1):
+        for param in params:
+            param.grad = param.detach() / 7
+        if step < steps:
+            update_by_torch(optimizer, torch.zeros(()), None)
+    optimizer.param_groups[bad_group]["lr"] = "text"
+    with pytest.raises(TypeError, match="fused"):
+        update_by_torch(optimizer, torch.ones(()), None)
+    counts = [float(state["step"]) for state in optimizer.state.values()]
+    assert counts
+    assert set(counts) == {float(steps)}

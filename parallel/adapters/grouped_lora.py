@@ -32,7 +32,16 @@ from ..layout.shard import unshard
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at, mesh_axes_of, weight_spec, without_axes
+from .adapter_layout import (
+    AdapterLayout,
+    AroundBase,
+    check_specs,
+    elements_at,
+    freeze,
+    mesh_axes_of,
+    weight_spec,
+    without_axes,
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class GroupedLoRA(AroundBase):
             each: grouped_layout_of(base, each, registry, is_transposed, expert_axes, name)
             for each in _in_order(base, parameters)
         }
-        self.base_layer = base.requires_grad_(False)
+        self.base_layer = freeze(base)
         self.r, self.alpha, self.use_rslora, self.use_dora, self.dropout = r, alpha, use_rslora, False, 0.0
         self.scaling, self.is_merged, self._name = alpha / (math.sqrt(r) if use_rslora else r), False, name
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()

@@ -28,7 +28,16 @@ from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.stop_gradient import stop_gradient
 from ..mesh.text import some
 from ..mesh.topology import Topology
-from .adapter_layout import AdapterLayout, AroundBase, check_specs, elements_at, layout_of, weight_spec, without_axes
+from .adapter_layout import (
+    AdapterLayout,
+    AroundBase,
+    check_specs,
+    elements_at,
+    freeze,
+    layout_of,
+    weight_spec,
+    without_axes,
+)
 from .grouped_lora import GroupedLoRA
 
 _NO_NAME = "the base layer"
@@ -111,7 +120,7 @@ class LoRA(AroundBase):
         registry = _registry_for(base, registry, name)
         layout = layout_of(base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
         _check_dropout(dropout, layout, name)
-        self.base_layer = base.requires_grad_(False)
+        self.base_layer = freeze(base)
         self.r, self.alpha, self.use_rslora, self.use_dora = r, alpha, use_rslora, use_dora
         self.scaling, self.dropout = alpha / (math.sqrt(r) if use_rslora else r), dropout
         self._has_compared_generators = False
@@ -331,7 +340,7 @@ def add_lora(
     expert's number in the dense model.
 
     Args:
-        model: The model. All its parameters are frozen.
+        model: The model. All its parameters are frozen, except the factors of adapters that it has already.
         targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. A target
             that matches no layer is matched with the names of parameters [experts, out, in]. `GroupedLoRA` replaces the
             modules of these parameters.
@@ -388,7 +397,7 @@ def add_lora(
         for param in trained:
             param.requires_grad_()
         raise
-    model.requires_grad_(False)
+    freeze(model)
     for name, adapter in adapters.items():
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, adapter)

@@ -294,3 +294,20 @@ def test_add_lora_that_fails_at_a_later_layer_changes_nothing() -> None:
     assert {name for name, param in model.named_parameters() if param.requires_grad} == {
         "experts.lora_A.up", "experts.lora_B.up", "first.lora_A", "first.lora_B"
     }  # fmt: skip
+
+
+def test_second_add_lora_call_keeps_factors_of_earlier_adapters_trainable() -> None:
+    """The second call also adapts the module that contains an adapted layer. All other parameters are frozen."""
+    registry = ProcessGroupRegistry(Topology())
+    model: Any = nn.Module()
+    model.first, model.experts = nn.Embedding(4, 4), nn.Module()
+    model.experts.router, model.experts.up = nn.Linear(4, 4), nn.Parameter(torch.ones(2, 3, 4))
+    declare(model, {"*": P()})
+    add_lora(model, ["first", "router"], r=2, alpha=2, registry=registry, use_dora=True)
+    model.first.lora_A.requires_grad_(False)
+    add_lora(model, ["experts.up"], r=2, alpha=2, registry=registry)
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
+        "first.lora_B", "first.lora_magnitude_vector",
+        "experts.base_layer.router.lora_A", "experts.base_layer.router.lora_B",
+        "experts.base_layer.router.lora_magnitude_vector", "experts.lora_A.up", "experts.lora_B.up",
+    }  # fmt: skip

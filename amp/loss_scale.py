@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -335,11 +335,12 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself. The other ranks
                 then skip the step.
             TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step, unless `unscale_` was
-                called before `step`, or the scaler is disabled.
+                called for an optimizer that has not stepped yet, or the scaler is disabled. If they call `step` for
+                another optimizer than that one, they wait until the timeout.
         """
         stepped: Any = optimizer
-        if not hasattr(optimizer, "param_groups"):
-            self._fail_for(optimizer)
+        is_unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
+        self._check_optimizer(optimizer, others_wait=not is_unscaled)
         stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -350,24 +351,24 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, as torch's scaler does, and find non-finite gradients of any rank.
 
         Raises:
-            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step, unless `unscale_` was
-                called for another optimizer that has not stepped yet, or the scaler is disabled.
+            TypeError: ``optimizer`` is not a torch optimizer. The other ranks then skip the step, unless the scaler is
+                disabled.
             RuntimeError: `unscale_` or `step` was already called for this optimizer since the last `update`.
             ValueError: A gradient is float16. The other ranks then skip the step.
         Collectives: one all-reduce (MAX, one number, over all ranks); none with one rank or with ``enabled=False``.
         """
-        if not hasattr(optimizer, "param_groups"):
-            self._fail_for(optimizer)
+        self._check_optimizer(optimizer, others_wait=True)
         super().unscale_(optimizer)
 
-    def _fail_for(self, optimizer: object) -> NoReturn:
-        """Raise TypeError for an argument that is no optimizer, after making the other ranks skip the step.
+    def _check_optimizer(self, optimizer: object, others_wait: bool) -> None:
+        """Raise TypeError if ``optimizer`` is no optimizer.
 
-        Collectives: the all-reduce in which the other ranks wait, with found_inf = 1. None with ``enabled=False``, or if
-        `unscale_` was called for an optimizer that has not stepped yet: the other ranks then do not wait, and do not skip.
+        Collectives: if it is none and ``others_wait``, the all-reduce in which the other ranks wait, with found_inf = 1,
+        so that they skip the step. None with ``enabled=False``.
         """
-        unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
-        if self._enabled and not unscaled:
+        if hasattr(optimizer, "param_groups"):
+            return
+        if self._enabled and others_wait:
             self._agreed(torch.ones((), device=self._device))
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer or a ParallelOptimizer")
 

@@ -373,14 +373,16 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
             f"data_parallel={kind} of Megatron averages gradients over ranks {ranks}, but this rank's data axes ({names}) "
             f"have the ranks {expected}: create the registry with meshstep.parallel.interop.megatron.registry_of()"
         )
-    write = (
-        f"wrap it with DistributedDataParallel(..., process_group=registry.group({names}))"
-        if axes
-        else "don't wrap it with DistributedDataParallel"
-    )
-    raise ValueError(
+    text = (
         f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "
-        f"{expected}. {kind} has also copied the parameters of rank {ranks[0]} to all of these ranks, so shards are lost: "
+        f"{expected}"
+    )
+    wrapper = f"DistributedDataParallel(..., process_group=registry.group({names}))"
+    if set(ranks) <= set(expected):
+        raise ValueError(f"{text}, so replicas on the other ranks would diverge: wrap the model with {wrapper}")
+    write = f"wrap it with {wrapper}" if axes else "don't wrap it with DistributedDataParallel"
+    raise ValueError(
+        f"{text}. {kind} has also copied the parameters of rank {ranks[0]} to all of these ranks, so shards are lost: "
         f"build the model again, and {write}"
     )
 

@@ -523,26 +523,32 @@ def test_wrong_argument_of_later_clipping_makes_norm_nonfinite_on_other_rank(
     assert not results[1][2]
 
 
-def unscale_wrong(folder: Path) -> tuple[str, bool]:
-    """Return the error, and whether the weights were stepped."""
+def unscale_wrong(folder: Path, call: str) -> tuple[str, bool]:
+    """Return the error, and whether the optimizer of the wrong call was stepped."""
     with ExitStack() as stack:
         script = Script(folder, stack)
         scaler = GradScaler(script.registry, device="cpu")
-        scaler.scale(script.loss()).backward()
-        before = script.model.weight.detach().clone()
+        weight = nn.Parameter(torch.ones(3))
+        second = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale(script.loss() + weight.sum()).backward()
+        if call == "unscale_ of the second optimizer":
+            scaler.unscale_(script.adam)
 
-        def call() -> None:
-            scaler.unscale_(on_rank_1(None, script.adam))
-            scaler.step(script.adam)
+        def wrong() -> None:
+            of_this_rank: Any = on_rank_1(None, second)
+            if call != "step":
+                scaler.unscale_(of_this_rank)
+            scaler.step(of_this_rank)
 
-        error = attempt(script, call).error
+        error = attempt(script, wrong).error
         gather_objects(None, script.registry)
-        return error, not torch.equal(before, script.model.weight)
+        return error, not torch.equal(weight, torch.ones(3))
 
 
+@pytest.mark.parametrize("call", ["step", "unscale_", "unscale_ of the second optimizer"])
 def test_grad_scaler_with_wrong_optimizer_on_one_rank_raises_there_and_skips_step_elsewhere(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, call: str
 ) -> None:
-    first, second = world.run(2, unscale_wrong, tmp_path)
+    first, second = world.run(2, unscale_wrong, tmp_path, call)
     assert first == ("", False)
     assert second == ("TypeError: the optimizer is a NoneType; give a torch optimizer or a ParallelOptimizer", False)

@@ -582,7 +582,10 @@ def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
     check_like(saved, now, "schedule")
     for name in saved or ():
         if name not in now and hasattr(type(schedule), name):
-            raise ValueError(f"schedule has a value for {name!r}, an attribute of the class {type(schedule).__name__}")
+            raise ValueError(
+                f"the saved state of the schedule has an entry {name!r}, which would replace an attribute of the class "
+                f"{type(schedule).__name__}"
+            )
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:

@@ -136,8 +136,9 @@ def exchange(
 ) -> Callable[[], list[tuple[Node, Tensor]]]:
     """Start to exchange partial sums: each rank gets its slice of the partial sums of all ranks.
 
-    ``own`` has one flat buffer per node, of one length, a multiple of ``ranks.ranks``. ``nodes`` has the nodes of each
-    rank. The returned function waits, and returns a slice per node of all ranks, in the order of the ranks.
+    ``own`` has one flat buffer per node of this rank. All buffers have the same length, a multiple of ``ranks.ranks``.
+    ``nodes`` has the nodes of each rank. The returned function waits, and returns a slice per node of all ranks, in the
+    order of the ranks.
     Collectives: one all-to-all.
     """
     numel, lengths = own[0].numel() // ranks.ranks, [len(of_rank) for of_rank in nodes]

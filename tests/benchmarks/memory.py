@@ -88,7 +88,8 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     pieces = optimizer.stepped_tensors()
     masters = sum(piece.tensor.nbytes for piece in pieces if piece.tensor.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.tensor) for piece in pieces}
-    # An offloaded tensor is a shard (with sharded states) or a parameter, on the device where the gradient is measured.
+    # The keys are tensors on the device of the gradients: shards (with sharded states) or parameters. The values are copies
+    # on the CPU.
     copies = next(
         (transform.copies for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)), {}
     )

@@ -91,7 +91,7 @@ def test_picture_fits_its_frame_and_has_light_and_dark_colours(path: Path) -> No
 # Stored figures compared with runs ------------------------------------------------------------------------------------
 
 
-def test_stored_figures_of_wrong_norms_picture_match_a_run(world: World) -> None:
+def test_stored_numbers_of_the_picture_wrong_norms_match_a_new_run(world: World) -> None:
     found = world.run(4, on_a_rank, "wrong_norms", "rows")[0]
     assert [method for method, _ in found] == [method for method, _ in kept("wrong_norms")]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in kept("wrong_norms")], rel=1e-4)

@@ -312,8 +312,9 @@ def _spec_mistake(
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake
     if constant and ({was, kind} == {"piece", "term"} or axis in topology.data_axes):
-        # Shards of a parameter whose elements are all equal have the same values as replicas. So no check of values can
-        # distinguish sharded from partial, and along a data axis not even sharded from replicated.
+        # If all elements of a parameter are equal, its shards have equal values, as the replicas of a partial or replicated
+        # parameter have. So no check of values can distinguish sharded from partial, and along a data axis not even
+        # sharded from replicated.
         raise NoMistake
     entries = [tuple(a for a in spec.dim_axes(dim) if a != axis) for dim in range(max(1, len(spec.entries)))]
     partial = tuple(a for a in spec.partial if a != axis)

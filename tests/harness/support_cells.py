@@ -130,7 +130,7 @@ def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, 
     """Return the full parameters by name, in the layout of `nn.Linear`, in float32; with a pipeline, of this stage."""
     full = {}
     for name, param in model.named_parameters():
-        annotation = annotation_of(param)  # for a DTensor, the declaration besides its placements
+        annotation = annotation_of(param)  # for a DTensor, of axes that its placements leave out
         assert annotation is not None
         local = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
         whole = unshard(local, annotation.spec, registry).float()

@@ -1,7 +1,7 @@
 """A wrong argument on one of two ranks raises an error on both ranks, changes nothing, and leaves no rank waiting.
 
-Exceptions: later calls of `clip_grad_norm_`, and `GradScaler`. They raise on the rank with the wrong argument only. The
-other rank gets a non-finite norm, or skips its step.
+Exceptions: calls of `clip_grad_norm_` after the first one, and calls of `GradScaler`. They raise on the rank with the
+wrong argument only. The other rank gets a non-finite norm, or skips its step.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ pytestmark = pytest.mark.skipif(
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 SHAPES = ((6, 5), (6,), (4, 6), (4,), (3, 3))
-# Maximum size in bytes. The last two gradients have a bucket, and each other gradient has one, with 2 and with 4 bytes per
-# element. The fake backend copies this rank's slices to the other rank's, and in these buckets no weight gets padding.
+# Maximum size of a gradient bucket in bytes. With 2 and with 4 bytes per element, the last two gradients share a bucket,
+# and each other gradient has its own. The fake backend fills the other rank's slice with a copy of this rank's slice. With
+# these buckets, this copies no padding into a weight.
 GRADIENT_BUCKET = 52
 SKIPPED = (2, 5, 6)  # steps with a non-finite gradient
 

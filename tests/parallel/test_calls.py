@@ -494,7 +494,7 @@ def with_an_own_step() -> str:
         return found
 
 
-def test_step_overridden_by_subclass_is_tracked(world: World) -> None:
+def test_error_without_reply_names_a_step_that_a_subclass_overrides(world: World) -> None:
     for rank, error in enumerate(world.run(2, with_an_own_step)):
         assert re.match(rf"rank {rank} got no reply in call \d+ of step; ", error)
 

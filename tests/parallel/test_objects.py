@@ -32,7 +32,7 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
         return found, told.call_count
 
 
-# A pickle of more than 255 bytes needs 3 more bytes for the length.
+# pickle stores the length of a bytes object in 1 byte up to 255 bytes, and in 4 bytes above.
 @pytest.mark.parametrize(
     ("sizes", "rounds"),
     [

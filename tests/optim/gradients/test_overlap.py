@@ -55,7 +55,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
 def train_with_gradient_hooks(overlap: bool, zero_2: bool) -> Tensor:
     """Train with hooks on gradients, and return the weights.
 
-    Hooks registered before the optimizer is made double gradients; hooks registered afterwards square gradients.
+    Hooks registered before the constructor of the optimizer multiply gradients by 2. Hooks registered after it square them.
     """
     registry = ProcessGroupRegistry(Topology(data=2))
     torch.manual_seed(0)

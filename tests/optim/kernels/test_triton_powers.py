@@ -102,7 +102,9 @@ def left_to_others() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_power_sums_of_unsupported_tensors_and_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
+def test_power_sums_of_unsupported_tensors_or_norm_types_fall_back_from_triton_to_torch(
+    interpreted: Interpreted,
+) -> None:
     interpreted(left_to_others)
 
 

@@ -30,7 +30,7 @@ WITH_COPIES: dict[str, tuple[Any, torch.dtype, Any]] = {
     "offloaded": ("fp32", torch.float32, Offloaded(1.0)),
     "half offloaded": ("fp32", torch.float32, Offloaded(0.5)),
     "offloaded, bf16": ("bf16", torch.bfloat16, Offloaded(1.0)),
-    "ZeRO-1": ("fp32", torch.float32, ZERO1),  # has a copy, because one weight is not contiguous
+    "ZeRO-1": ("fp32", torch.float32, ZERO1),  # steps a copy of one weight, which is not contiguous
     "ZeRO-2, bf16": ("bf16", torch.bfloat16, ZERO2),
     "ZeRO-2, offloaded": ("fp32", torch.float32, (ZERO2, Offloaded(0.5))),
 }

@@ -339,8 +339,8 @@ class GradScaler(torch.amp.GradScaler):
                 another optimizer than that one, they wait until the timeout.
         """
         stepped: Any = optimizer
-        is_unscaled = any(state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values())
-        self._check_optimizer(optimizer, others_wait=not is_unscaled)
+        states = self._per_optimizer_states.values() if self._enabled else ()
+        self._check_optimizer(optimizer, others_wait=all(state["stage"] is not OptState.UNSCALED for state in states))
         stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)

@@ -337,8 +337,9 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
             raise wrong(f"master weight {position} of the state", saved[position], "a tensor of floats")
         if saved[position].shape != master.shape:
             raise ValueError(
-                f"the saved master weight {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "
-                f"shape {tuple(master.shape)}; load the state on the topology and rank that saved it"
+                f"the saved master weight {position} has shape {tuple(saved[position].shape)}, but that of "
+                f"{label_of(master)} has {tuple(master.shape)}; load a state that this rank saved for the same model and "
+                "param groups on the same topology"
             )
     return saved
 

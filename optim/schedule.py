@@ -714,7 +714,7 @@ class CosineAnnealingLR(WarmupLR):
         )
 
     def decay(self, step: int) -> float:
-        """Return the decay factor after ``step`` taken steps: (1 + cos(pi x(step))) / 2."""
+        """Return the decay factor after ``step`` taken steps: (1 + cos(pi x)) / 2, with x = `progress` of the decay."""
         return (1 + math.cos(math.pi * progress(step, self.total_steps, self.warmup_steps))) / 2
 
 

@@ -463,7 +463,7 @@ class _Run(NamedTuple):
             return content, None
         _check_kinds(content, self.optimizer, self.schedule)
         if self.schedule is not None:
-            with _name_file_in_errors(directory / SHARED_FILE):
+            with _name_file_in_errors(directory / SHARED_FILE, *_OTHER_SCHEDULE):
                 _check_schedule(content["schedule"], self.schedule)
         return content, optimizer_state(self.optimizer, parameters)
 
@@ -563,14 +563,23 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
         return files, Topology(roles=manifest["roles"], **manifest["axes"])
 
 
+_OTHER_SCHEDULE = (
+    "has a state that does not fit lr_scheduler=",
+    "create the schedule with the parts and the arguments of the saved run; if it has them, the file is damaged, or was "
+    f"tampered with: {EARLIER}",
+)
+
+
 @contextmanager
-def _name_file_in_errors(file: Path) -> Iterator[None]:
-    """Convert errors that damaged content causes, such as KeyError, to a ValueError that says that ``file`` is damaged."""
+def _name_file_in_errors(
+    file: Path, cause: str = "is damaged, or was tampered with", remedy: str = EARLIER
+) -> Iterator[None]:
+    """Convert errors that damaged content causes, such as KeyError, to a ValueError with the file, cause and remedy."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
         text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
-        raise ValueError(f"{file} is damaged, or was tampered with: {printable(text)}; {EARLIER}") from None
+        raise ValueError(f"{file} {cause}: {printable(text)}; {remedy}") from None
 
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:

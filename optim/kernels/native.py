@@ -90,8 +90,8 @@ class Native:
             hyper-parameters are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
             momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
         round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding_noise`. Arguments: the number
-            of tensors, the addresses of the tables of the targets' addresses, the sources' addresses, numels, keys and
-            numbers, the step, and the number of threads.
+            of tensors, the addresses of five tables (the targets' addresses, the sources' addresses, numels, noise keys,
+            and each tensor's number among the tensors with its key), the step, and the number of threads.
         evict: Removes memory from the caches of an x86-64 processor; does nothing on others. Arguments: the address and the
             number of bytes.
         variant: The variant of the loops in use (see `VARIANTS`).

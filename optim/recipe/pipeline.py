@@ -245,7 +245,8 @@ def check_pipeline(
     _check_group(schedule, registry)
     if optimizer is None:
         raise ValueError(
-            f"{kind} is given without an optimizer; give an optimizer, or call {kind}.eval() to evaluate only"
+            f"{kind} is given without an optimizer; give the optimizer of its stages; the Pipeline then evaluates with its "
+            "method evaluate, also if you don't train"
         )
     if data_parallel == "ddp":
         raise ValueError(

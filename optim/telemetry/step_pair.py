@@ -223,11 +223,11 @@ class StepPair:
     def axis_of_ratio(
         self, ratio: float, names: Sequence[str], tolerance: float = 1e-3, only: Sequence[str] | None = None
     ) -> AxisMatch | None:
-        """Return the axis that explains a ratio best; None: no size of an axis fits.
+        """Return the axis, or several axes, whose size explains ``ratio`` best; None: no size fits.
 
-        ``names`` are the parameters with this ratio. A mistake along a model axis often concerns exactly the parameters
-        that are sharded over the axis, or exactly the parameters that are not. ``only`` has the accepted kinds of
-        `AxisMatch`; None: all.
+        ``names`` are the parameters that have this ratio. A mistake along a model axis often concerns exactly the
+        parameters that are sharded over the axis, or exactly the parameters that are not. ``only`` has the accepted kinds
+        of `AxisMatch`; None: all.
         """
         best: tuple[float, AxisMatch] | None = None
         for order, (axes, which, size) in enumerate(self._sized_axes()):

@@ -134,8 +134,8 @@ class Gradients(NamedTuple):
     """Local parameters, local gradients and annotations, in the order of a list of parameters.
 
     A gradient is None for a parameter without a gradient; an annotation is None for a plain parameter that was not
-    declared. ``sizes`` has the number of elements of each gradient, if all results were cached; all gradients are then
-    dense and real. None: unknown.
+    declared. ``sizes`` has the number of elements of each gradient, if `dtensor.of_each` found the local tensors of all
+    parameters and gradients in its cache; all gradients are then dense and real. None: unknown.
     """
 
     params: list[Tensor]

@@ -718,9 +718,14 @@ class ProcessGroupRegistry:
 
     def _check_named(self, axes: tuple[str, ...]) -> None:
         if not axes:
-            known = self.topology.named()
+            if not self.topology.axes:
+                raise ValueError(
+                    "no axis is given, and the topology has none; it has one rank, which is alone in each group: use size "
+                    "1 and rank 0, or give the topology an axis, such as Topology(data=1)"
+                )
             raise ValueError(
-                f"no axis is given; name at least one ({known}); for the group of all ranks, pass *registry.topology.axes"
+                f"no axis is given; name at least one ({self.topology.named()}); for the group of all ranks, pass "
+                "*registry.topology.axes; for an empty list of axes, use size 1 and rank 0"
             )
         self.topology.expand_aliases(*axes)
 

@@ -245,7 +245,9 @@ def test_mismatched_master_state_raises_and_changes_nothing() -> None:
         masters.load_state_dict({"state": {}})
     with pytest.raises(ValueError, match=r"the state has 5 master weights, at positions 0, 1, 2, 3, 4, but .* has 6"):
         masters.load_state_dict({"masters": {key: good[key] for key in range(5)}})
-    with pytest.raises(ValueError, match=r"saved master weight 5 has shape \(9,\), but a parameter of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"saved master weight 5 has shape \(9,\), but that of a parameter of shape \(3,\)"
+    ):
         masters.load_state_dict({"masters": {**good, 5: torch.zeros(9)}})
     assert_same_bits(tensors_of(model, optimizer), before)
     masters.load_state_dict({"masters": good})

@@ -39,9 +39,10 @@ PERIPHERY = (
     "optim/__main__",
     "testing",
 )
-# (core module, periphery module that it may import within a function), for features that only run on the user's request.
+# (core module, periphery module that it may import within a function), for features that run on the user's request only or,
+# for the Triton kernels, only on a GPU.
 ALLOWED = {
-    ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
+    ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # the choice of kernels
     ("optim/step/update.py", "optim/kernels/triton.py"),  # updates by the Triton kernels
     ("parallel/interop/inferred_registry.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }

@@ -494,5 +494,7 @@ def model_half_by_hand(run: Run) -> None:
 
 
 @pytest.mark.parametrize("one", cases_of(__name__))
-def test_clipping_learning_rate_or_precision_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
+def test_mistake_in_clipping_or_learning_rate_or_precision_has_the_documented_outcome(
+    one: Mistake, world: World
+) -> None:
     check(one, world)

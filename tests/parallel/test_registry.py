@@ -361,6 +361,12 @@ def bad_requests() -> None:
                 call()
 
 
+@pytest.mark.parametrize("method", ["group", "size", "rank", "ranks", "device_mesh"])
+def test_registry_methods_without_axes_on_topology_without_axes_name_the_one_rank(method: str) -> None:
+    with pytest.raises(ValueError, match=r"the topology has none; it has one rank.*or give the topology an axis"):
+        getattr(ProcessGroupRegistry(Topology()), method)()
+
+
 def test_registry_methods_reject_invalid_axes_or_ranks(world: World) -> None:
     world.run(4, bad_requests)
 

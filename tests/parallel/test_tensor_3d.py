@@ -168,7 +168,8 @@ def low_precision() -> None:
             assert param.grad is not None
             assert param.grad.dtype is torch.float32
         for dtype in (torch.bfloat16, torch.float16):
-            half = model.to(dtype)  # also on ranks without a classifier weight, which receive it
+            # Ranks without the classifier weight receive it by a broadcast, and must expect this dtype.
+            half = model.to(dtype)
             output = half(local.to(dtype))
             assert output.dtype is dtype
             assert_near(output, expected, torch.bfloat16)

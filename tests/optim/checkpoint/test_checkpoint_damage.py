@@ -226,6 +226,30 @@ def test_failing_scheduler_load_leaves_model_optimizer_and_scheduler_unchanged(t
     assert content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()]) == before
 
 
+def test_loading_a_schedule_with_other_parts_names_them_and_not_only_damage(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    lr = torch.optim.lr_scheduler
+
+    def schedule(*parts: Any) -> Any:
+        return lr.SequentialLR(optimizer, list(parts), [*range(1, len(parts))])
+
+    save_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule(lr.ConstantLR(optimizer), lr.LinearLR(optimizer)))
+    others = [
+        (
+            schedule(*(lr.ConstantLR(optimizer) for _ in range(3))),
+            r"'_milestones'\] is \[1\]; expected a list of 2 items",
+        ),
+        (schedule(lr.ConstantLR(optimizer), lr.CosineAnnealingLR(optimizer, 5)), r"lacks 'T_max', 'eta_min'"),
+    ]
+    for other, text in others:
+        expected = (
+            rf"shared\.pt has a state that does not fit lr_scheduler=: .*{text}.*; create the schedule with the parts"
+        )
+        with pytest.raises(ValueError, match=expected):
+            load_checkpoint(tmp_path, model, optimizer, lr_scheduler=other)
+
+
 @pytest.mark.parametrize(("text", "reason"), [("no archive\nsecond line", "no archive"), ("", "EOFError")])
 def test_error_about_unreadable_checkpoint_file_quotes_first_line_of_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str

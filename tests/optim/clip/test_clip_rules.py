@@ -837,7 +837,7 @@ def batches(draw: st.DrawFn) -> list[Random]:
         for index in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
             spec = draw(specs(topology, shape, uneven=True))
-            if isinstance(rule, Adaptive):  # `Adaptive` rejects uneven shards
+            if isinstance(rule, Adaptive):  # `Adaptive` rejects uneven shards declared without full_shape=
                 shape = tuple(n * topology.size(*spec.dim_axes(dim)) for dim, n in enumerate(shape))
             if isinstance(rule, Adaptive) and rule.unit_dim == 1:
                 shape, spec = (shape, spec) if len(shape) != 1 else ((), P())

@@ -1,4 +1,4 @@
-"""Step counts of fused optimizers, which are updated in one pass instead of torch's two, and kept if an update raises."""
+"""Step counts of fused optimizers: updated in one pass instead of torch's two, and kept if a skipped update raises."""
 
 from __future__ import annotations
 

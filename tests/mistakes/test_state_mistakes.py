@@ -306,7 +306,11 @@ def noise_differs_between_replicas(run: Run) -> None:
     run.train(run.optimizer())
 
 
-@mistake("data=2", Right(), write="a missing gradient counts as zero")
+@mistake(
+    "data=2",
+    Right(),
+    write="a missing gradient counts as zero, [except with `fully_shard`](LIMITS.md#grad-is-none-on-some-ranks)",
+)
 def parameter_without_gradient_on_one_rank(run: Run) -> None:
     """A branch of the model that one data rank does not use: its parameters have no gradient there."""
     extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from interpreted import Interpreted, interpreted_pool
 from loops import using
-from properties import default_cases, is_sample, profile, sample, starts_processes
+from properties import default_cases, profile, sample, starts_processes
 from world import World
 
 torch.set_num_threads(1)
@@ -26,9 +26,10 @@ gc.set_threshold(100_000)
 
 # `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
 # it; other hypothesis tests draw `max_examples` cases. "default" is `pytest` without options; "full" is the run with the
-# slow tests; "oldest" is the run of .ci/run on the oldest torch, with a sample of all tests. "many" is for one file:
+# slow tests; "long" is the run of .ci/run with the tests that the default run leaves out because they are long; "oldest" is
+# its run on the oldest torch, with a sample of all tests. "many" is for one file:
 # MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
-for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
+for name, examples in (("default", 10), ("long", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",
         deadline=None,
@@ -76,14 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the cases that the default run leaves out as slow, and move the longest files to the front.
 
     Without that order, one xdist process would be idle at the end. A test named on the command line keeps all cases.
-    The profile "oldest" marks no cases; it deselects all tests outside its sample.
+    The profile "oldest" marks no cases; it deselects all tests outside its sample. The profile "long" deselects all tests
+    without the marker ``long``.
     """
-    if is_sample():
-        chosen = set(sample(items))
+    long = {item for item in items if item.get_closest_marker("long") is not None}
+    if profile() in ("oldest", "long"):
+        chosen = long if profile() == "long" else set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    else:
-        by_default = set(default_cases(items))
+    if profile() != "oldest":
+        by_default = {item for item in default_cases(items) if profile() == "long" or item not in long}
         named = tuple(argument for argument in config.args if "::" in argument)
         for item in items:
             if item not in by_default and not item.nodeid.startswith(named):

@@ -286,6 +286,7 @@ def test_fp8_linear_rejects_float64_input_and_weight(which: str, scales: Scales)
 
 
 # The compiler of torch 2.11 gives this warning.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_compiled_fp8_model_is_one_graph_and_equals_eager_after_updates(scales: Scales) -> None:

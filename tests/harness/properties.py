@@ -117,7 +117,7 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
     """
     if is_sample():
         return [values[zlib.crc32(repr(key).encode()) % len(values)]]
-    if profile() == "default" and default is not None:
+    if profile() in ("default", "long") and default is not None:
         return [values[(len(values) - 1) * index // max(1, default - 1)] for index in range(default)]
     return values
 
@@ -127,14 +127,14 @@ def starts_processes(file: str) -> bool:
 
 
 def sample(items: Sequence[Item]) -> list[Item]:
-    """Return one case per test without the marker ``newest_torch``; of a file in `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
+    """Return one case per test without the marker ``long``; of a file in `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
 
     The case is from the second half of a test's list, because tests list one process first and the layouts of many
     ranks last. A hash of the name decides which case.
     """
     by_test: dict[str, list[Item]] = {}
     for item in items:
-        if item.get_closest_marker("newest_torch") is None:
+        if item.get_closest_marker("long") is None:
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     by_file: dict[str, list[Item]] = {}
     for test, cases in by_test.items():
@@ -147,7 +147,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
 
 
 def default_cases(items: Sequence[Item]) -> list[Item]:
-    """Return the cases of the default run; the caller marks the other cases as ``slow``.
+    """Return the cases of the default run and of the run of long tests; the caller marks the other cases as ``slow``.
 
     A test without ranks keeps all cases, and a test with ranks keeps `CASES_OF_A_TEST`. A test in a file of
     `STARTS_PROCESSES` keeps one case. The marker ``default_cases(count)`` sets another number for one test.

@@ -470,6 +470,7 @@ def raise_on_one_rank_only(folder: Path) -> Outcome:
         return attempt(script, call)
 
 
+@pytest.mark.long
 def test_helper_check_detects_error_raised_on_one_rank_only(world: World, tmp_path: Path) -> None:
     outcomes = world.run(2, raise_on_one_rank_only, tmp_path)
     world.close()  # a process group in which a rank got no reply is unusable

@@ -34,7 +34,7 @@ from zero_models import small_buckets
 CASES = 60
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @settings(max_examples=number_of_cases(CASES), phases=WITHOUT_SHRINKING)
 @given(DRAWN)
 def test_recorded_collectives_of_random_meshes_cannot_deadlock(drawn: Drawn) -> None:
@@ -191,7 +191,7 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
 # Negative controls ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective() -> None:
     """`connect` at construction is safe even if torch creates process groups collectively."""
     numbers = range(8) if is_full() else (3,)  # the cheapest case that deadlocks
@@ -202,6 +202,7 @@ def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective(
         assert eager(recorded(replace(drawn, asks=False))) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "option", "symptom"),
     [

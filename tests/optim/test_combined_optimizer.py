@@ -139,6 +139,7 @@ def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: weight.detach() for name, weight in weights.items()}
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("make", [two, of_two_classes])
 def test_two_optimizers_match_dense_steps_clipped_by_global_norm(make: Make, world: World, tmp_path: Path) -> None:

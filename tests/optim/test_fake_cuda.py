@@ -221,6 +221,7 @@ def test_step_on_single_cuda_device_synchronizes_only_for_offload_or_weight_comp
         assert log.waits == log.transfers == []
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(40)
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
 def test_later_steps_on_four_cuda_ranks_synchronize_only_for_offload_or_weight_comparison(
@@ -308,6 +309,7 @@ GLOO_COPIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(6)
 @pytest.mark.parametrize(("placed", "mode"), sorted({(placed, mode) for placed, mode, _ in CASES}))
 def test_ranks_sharing_a_gpu_with_gloo_use_supported_collectives(placed: str, mode: str) -> None:
@@ -365,6 +367,7 @@ def test_offloaded_step_waits_only_for_gradients_step_decision_and_weights() -> 
         assert "optim/states/offloaded.py" in weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fraction", "nbytes", "buckets"), [(1.0, BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_offloaded_parameters_are_copied_in_buckets(
@@ -477,6 +480,7 @@ def test_capture_with_collectives_on_host_raises() -> None:
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(6)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
 @pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
@@ -520,7 +524,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
         assert launches[4] > launches[2], "the shard without gradient must be stepped separately"
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_replica_check_in_every_step_synchronizes_with_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third of three steps is checked. The check compares parameters and gradients, replicated or sharded."""
     looked_at: list[str] = []

@@ -127,6 +127,7 @@ def assert_same(found: list[tuple[list[float], list[Tensor]]], expected: tuple[l
         torch.testing.assert_close(full, expected[1], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS)
 def test_experts_on_another_mesh_of_same_ranks_match_dense_model(world: World, options: str) -> None:
     (expected,) = world.run(1, train, "one", {})
@@ -139,7 +140,7 @@ def test_experts_over_tensor_or_part_of_data_axis_match_dense_model(world: World
     assert_same(world.run(WORLD[folding], train, folding, OPTIONS["zero2"]), expected)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("folded", "experts over half of data"), ("experts over tensor", "folded"), ("folded", "one")]

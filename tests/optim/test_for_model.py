@@ -57,6 +57,7 @@ def trained(name: str, kind: str = "fused") -> tuple[dict[str, Tensor], list[flo
     return {key: full(param) for key, param in inner.named_parameters()}, norms
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(9)
 @pytest.mark.parametrize("kind", ["fused", "foreach"])
 @pytest.mark.parametrize("name", [*LAYOUTS, "ddp", "replicas"])

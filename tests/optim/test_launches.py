@@ -64,7 +64,7 @@ def torchs(count: int) -> Log:
     return log
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_step_of_thousand_parameters_launches_no_more_kernels_than_torch() -> None:
     assert ours(1000).kernels <= torchs(1000).kernels
 
@@ -123,6 +123,7 @@ def test_stochastic_rounding_launches_one_random_kernel_per_parameter(
     assert [name for name in few if "random" not in name] == [name for name in many if "random" not in name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Muon", "LAMB", "LARS", "StableAdamW", "Adafactor", "CAME", "SOAP", "Shampoo"])
 def test_number_of_launches_of_full_tensor_optimizer_is_independent_of_parameter_count(name: str) -> None:
     benchmark: Any = importlib.import_module("benchmarks.launches")

@@ -283,6 +283,7 @@ def findings_of(training: Training) -> list[str]:
     return simulate(training)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_training_on_second_simulated_gpu_has_no_unordered_stream_access(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -521,6 +522,7 @@ DEFECTS: dict[str, Defect] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEFECTS)
 def test_simulation_finds_planted_stream_synchronization_defect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect = DEFECTS[name]

@@ -172,6 +172,7 @@ def test_fixed_order_weights_and_states_are_bitwise_equal_on_up_to_four_data_ran
     assert len({*found}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", ["tensor", "pipe"])
 @pytest.mark.parametrize("states", ["whole", "zero1"])
 def test_fixed_order_hashes_with_tensor_or_pipeline_axis_are_equal_on_1_to_3_data_ranks(
@@ -181,7 +182,7 @@ def test_fixed_order_hashes_with_tensor_or_pipeline_axis_are_equal_on_1_to_3_dat
     assert len({*hashes(world, run, (1, 2, 3))}) == 1
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_fixed_order_weights_do_not_depend_on_state_placement(world: World) -> None:
     """Without ZeRO-2, each of 2 ranks exchanges two partial sums, and each of 3 ranks exchanges one."""
     runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]

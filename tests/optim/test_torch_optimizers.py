@@ -51,6 +51,7 @@ def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[An
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_name
@@ -64,6 +65,7 @@ def test_wrapped_steps_of_torch_optimizers_are_bitwise_identical_to_bare_steps(
         assert same(plain[2], plain[1]), "a step without gradients must change nothing"
 
 
+@pytest.mark.long
 @every_name
 def test_param_groups_keep_their_own_options(wrap: Wrap, name: str) -> None:
     def run(kind: Kind, wrapped: bool) -> list[Any]:

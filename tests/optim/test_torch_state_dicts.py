@@ -90,6 +90,7 @@ def test_state_dict_can_be_loaded_with_weights_only(wrap: Wrap, kind: Kind) -> N
 NEW_FLAGS = ("maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 
 
+@pytest.mark.long
 @every_name
 def test_state_dicts_of_older_torch_versions_load_as_in_torch(wrap: Wrap, name: str) -> None:
     """State dicts of older versions lack newer flags, and their step counts are Python numbers."""
@@ -196,6 +197,7 @@ def test_step_hooks_run_once_per_step_in_order_of_torch(wrap: Wrap, kind: Kind) 
 # Copies ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @every_name
 def test_deep_copy_has_same_public_attributes_and_state(wrap: Wrap, name: str) -> None:
     for kind in kinds_of(name):

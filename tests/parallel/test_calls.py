@@ -134,6 +134,7 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(("name", "number"), [("step", 3), ("save_checkpoint", 1), ("clip_grad_by_norm", 1)])
 def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
@@ -547,6 +548,7 @@ def ended() -> Ended:
     )
 
 
+@pytest.mark.long
 def test_timeout_error_reports_no_response_of_killed_process(ended: Ended) -> None:
     (error,) = ended["killed"].result()
     assert error.startswith(

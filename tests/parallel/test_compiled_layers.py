@@ -79,6 +79,7 @@ def test_layer_compiled_with_eager_backend_has_unchanged_outputs_and_gradients(w
         assert max(found) == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_layer_is_compiled_to_one_graph(world: World, name: str) -> None:

@@ -312,6 +312,7 @@ def test_first_host_is_parsed_from_slurm_node_list(nodes: str, first: str) -> No
     assert first_host(nodes) == first
 
 
+@pytest.mark.long
 def test_init_distributed_times_out_if_other_ranks_never_start(
     environment: Callable[[Mapping[str, str]], None],
 ) -> None:

@@ -181,6 +181,7 @@ def launched(ended: dict[str, Ended]) -> list[Outcomes]:
     return [found[str(rank)] for rank in range(LAUNCHED)]
 
 
+@pytest.mark.long
 def test_user_tests_with_ranks_fixture_have_planned_outcomes_in_a_pool(ended: dict[str, Ended]) -> None:
     found, printed = ended["pool"]
     assert [*found] == ["pool"], printed

@@ -125,6 +125,7 @@ def round_trips(topology: Topology, dtype: torch.dtype) -> None:
                 assert torch.equal(joined, full), spec
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_unshard_inverts_shard(world: World, topology: Topology, dtype: torch.dtype) -> None:

@@ -104,6 +104,7 @@ def test_run_ranks_reuses_one_pool_per_process() -> None:
     assert run_ranks(own_process, 2) == run_ranks(own_process, 2)
 
 
+@pytest.mark.long
 def test_pool_on_macos_spawns_processes_and_returns_results(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(sys, "platform", "darwin")
@@ -155,6 +156,7 @@ def doze() -> None:
     time.sleep(600)
 
 
+@pytest.mark.long
 def test_timeout_error_shows_the_stack_of_each_late_rank() -> None:
     with RankPool() as pool:
         begin = time.monotonic()
@@ -175,6 +177,7 @@ def fail_while_others_wait() -> None:
     wait_for_rank_2()
 
 
+@pytest.mark.long
 def test_pool_stops_waiting_for_ranks_blocked_by_a_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_of_ranks, "GRACE", 2.0)
     begin = time.monotonic()
@@ -287,6 +290,7 @@ def with_files_in(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder / "t"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]], ids=["by path", "by name"])
 def test_pool_runs_functions_of_scripts_and_leaves_no_temporary_files(
     tmp_path: Path, files: Path, how: list[str]

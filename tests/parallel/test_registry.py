@@ -294,6 +294,7 @@ def meet_without_rank_1(given_up: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_registry_connect_error_names_the_missing_rank(tmp_path: Path) -> None:
     alone = World()
     for message in [found for found in alone.run(4, meet_without_rank_1, tmp_path) if found]:

@@ -81,6 +81,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
         check(Classifier2D, nn.Linear, features, outputs, specs={"weight": weight}, bias=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_2p5d_layers_match_dense_layers(world: World, name: str) -> None:
     for dims in ((6, 12), (7, 9)):  # 7 and 9 are not divisible by 2

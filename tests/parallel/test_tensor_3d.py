@@ -81,6 +81,7 @@ def layers_equal_dense(topology: Topology, features: int, outputs: int) -> None:
         check(Embedding3D, drawn(nn.Embedding, outputs, features), (outputs, features), (whole, takes), weight=TABLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CUBES)
 def test_3d_layers_match_dense_layers(world: World, name: str) -> None:
     for features, outputs in ((12, 24), (7, 9)):  # 7 and 9 are not divisible by 2

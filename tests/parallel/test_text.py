@@ -41,7 +41,7 @@ def test_shortened_list_shows_five_names_by_default() -> None:
     assert some("abcdef") == "a, b, c, d, e and 1 more"
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @given(st.text(max_size=30))
 def test_printable_text_has_no_control_characters(text: str) -> None:
     assert printable(text).isprintable()

@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) -> None:
     layout, options = CASES[case]
@@ -169,6 +169,7 @@ def run_part(
         return first, norms, full_weights(model, registry)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after", "adapters"),
     [

@@ -67,7 +67,7 @@ def test_prove_accepts_dora(world: World, layout: str) -> None:
         assert proof.is_correct, proof
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_prove_rejects_dora_with_detached_norm_or_missing_sum(world: World) -> None:
     for proof in world.run(2, proved_dora, "tensor", "detached norm"):
         assert {"up.lora_B", "down.lora_B"} <= {finding.name for finding in proof.findings}, proof

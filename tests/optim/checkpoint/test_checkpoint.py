@@ -94,6 +94,7 @@ TENSOR, BOTH, GRID = (("tensor", 2),), (("data", 2), ("tensor", 2)), (("row", 2)
 ZERO1, ZERO2 = {"shard_states": "data"}, {"shard_states": "data", "shard_gradients": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_naive"])
 def test_tensor_parallel_checkpoint_resumes_on_other_layouts(world: World, tmp_path: Path, precision: str) -> None:
     results = world.run(2, train_and_save, tmp_path, TENSOR, precision, {})
@@ -108,6 +109,7 @@ def test_tensor_parallel_checkpoint_resumes_on_other_layouts(world: World, tmp_p
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_zero1_checkpoint_resumes_on_same_and_other_meshes(world: World, tmp_path: Path, precision: str) -> None:
     results = world.run(2, train_and_save, tmp_path, DATA, precision, ZERO1)

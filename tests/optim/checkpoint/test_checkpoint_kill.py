@@ -88,6 +88,7 @@ def assert_same_end(found: list[dict[str, Any]], wanted: list[dict[str, Any]], s
         assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_run_killed_in_training_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, case: str
@@ -98,7 +99,7 @@ def test_run_killed_in_training_resumes_bitwise_identically(
     assert_same_end(resumed, expected(case, tmp_path_factory), SAVE_AT)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "start"), [("writing", SAVE_AT), ("renaming", SAVE_AT), ("removing", SAVE_AGAIN_AT)])
 def test_run_killed_while_saving_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, where: str, start: int

@@ -36,7 +36,7 @@ def first_and_warm(counts: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(function_calls(params), function_calls(params)) for params in every[1:]]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_python_calls_of_clip_without_registry_grow_linearly_with_parameters(world: World) -> None:
     for (first, warm), (first_of_twice, warm_of_twice) in world.run(2, first_and_warm, (10, 500, 1000)):
         assert warm_of_twice <= 2.02 * warm

@@ -286,7 +286,7 @@ def test_rules_match_dense_model_in_many_configurations(world: World, name: str)
         assert_as_dense([told[index] for told in by_rank], rule, config, label)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all options"])
 def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
@@ -352,7 +352,7 @@ def test_each_rule_needs_one_collective_per_step_after_first_step_on_tensor_rank
             assert counts == [expected, expected], label
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_rules_of_finite_norm_type_issue_same_collectives_as_rule_that_does_not_clip(world: World) -> None:
     config = CONFIGS["data x tensor"]
     rules = [rule for rule in RULES.values() if rule.norm_type != inf]
@@ -387,7 +387,7 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
     return found
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
 def test_fused_steps_after_first_need_no_host_synchronization_with_each_rule(world: World, name: str) -> None:

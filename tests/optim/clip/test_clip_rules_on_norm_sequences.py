@@ -310,7 +310,7 @@ def resumed(config: Config, path: Path) -> dict[str, Told]:
     return found
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_resumed_rules_are_bitwise_identical_on_same_layout_and_close_on_others(world: World, tmp_path: Path) -> None:
     first = CONFIGS["ZeRO-2, 1-D, windows"]
     by_rank = world.run(4, saved_and_continued, first, tmp_path)

@@ -127,6 +127,7 @@ MESHES: list[Axes] = [
 RULES = [(1.0, MAX_NORM), (2.0, MAX_NORM), (3.0, MAX_NORM), (inf, MAX_NORM), (2.0, 1e6)]
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_clipping_with_fsdp2_matches_dense_model(world: World, axes: Axes) -> None:

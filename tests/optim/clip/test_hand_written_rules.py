@@ -563,6 +563,7 @@ def largest_difference(model: Model) -> float:
     return max(found)
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(len(REPOSITORIES))
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_clip_grad_norm_matches_dense_norm_on_layouts_of_hand_written_rules(world: World, name: str) -> None:

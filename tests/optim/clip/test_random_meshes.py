@@ -20,7 +20,7 @@ from world import World
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @random_cases(MESH_CASES, 100)
 def test_clip_grad_norm_matches_dense_norm_and_gradients_on_random_meshes(world: World, drawn: list[MeshCase]) -> None:
     for case, problems in zip(drawn, problems_of_meshes(world, drawn), strict=True):

@@ -58,6 +58,7 @@ def norms(name: str, norm_type: float) -> tuple[float, float, float, str]:
     return float(stats), float(halved), float(after), torchs
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(7)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("name", LAYOUTS)

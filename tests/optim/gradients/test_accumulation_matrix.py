@@ -82,7 +82,7 @@ def one_large_batch(world: World, mode: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "states", "mode"), list(product(LAYOUTS, STATES, TOLERANCE)))
 def test_accumulated_micro_batches_match_one_large_batch(world: World, layout: str, states: str, mode: str) -> None:
     expected = one_large_batch(world, mode)

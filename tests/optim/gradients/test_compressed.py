@@ -165,6 +165,7 @@ def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]
             return float(F.cross_entropy(model(x), targets)), weights
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_compressed_training_reaches_loss_of_uncompressed_training(world: World, way: str) -> None:

@@ -92,6 +92,7 @@ def test_nonfinite_element_affects_only_power_sum_of_its_tensor(dtype: torch.dty
                 assert bool(found[1].isnan()) == (bad != bad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
 def test_native_loop_power_sums_are_bitwise_identical_for_all_loop_variants_and_threads(

@@ -70,6 +70,7 @@ def test_native_loop_adam_updates_are_bitwise_identical_for_all_loop_variants(
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
 def test_native_loop_updates_are_bitwise_identical_for_all_loop_variants_and_threads(rule: Rule) -> None:
     results = list[list[Tensor]]()
@@ -131,6 +132,7 @@ def test_native_loop_update_rounds_low_precision_weights_as_torch(
     assert_rounded_as_torch(case.halves[0], case.params[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("half", HALVES)
 def test_native_loop_adam_update_of_many_elements_rounds_low_precision_weights_as_torch(

@@ -65,6 +65,7 @@ NAMES = {0: "float32", 1: "float64", 2: "bfloat16", 3: "float16"}
 FORMULAS = {"AdamW": (0, True, 0), "AMSGrad": (0, True, 1), "Nesterov": (1, False, 2), "Adagrad": (2, False, 0)}
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("power", [0, 1, 2, 3])
@@ -82,6 +83,7 @@ def test_triton_power_kernel_loads_16_bytes_per_thread(dtype: int, power: int, c
     assert made.vector_widths("ld") == {16}
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(10)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("formula", FORMULAS)

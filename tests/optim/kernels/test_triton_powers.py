@@ -34,6 +34,7 @@ def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
     return powers([shifted, turned, strided], p)
 
 
+@pytest.mark.long
 @settings(max_examples=number_of_cases(15))
 @given(
     shape=st.sampled_from([(), (0,), (1,), (7,), (1023,), (1025,), (5, 0, 3), (40, 41), (16384,), (16385,), (33000,)]),

@@ -49,6 +49,7 @@ def rounded_by_kernel() -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_triton_rounding_is_bitwise_equal_to_plain_torch(interpreted: Interpreted) -> None:
     assert interpreted(rounded_by_kernel) == []
 
@@ -144,6 +145,7 @@ def test_spilled_registers_of_a_compiled_kernel_are_detected(tmp_path: Path, mon
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("states_only", [False, True])
 def test_triton_rounding_is_equal_on_replicas_and_differs_between_shards(
     interpreted: Interpreted, states_only: bool

@@ -46,13 +46,13 @@ def assert_exact(
             assert value == pytest.approx(case.dense_norm(p), rel=1e-6, abs=1e-30), f"p={p}"
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @random_cases(cases(), 1000)
 def test_global_norm_with_packed_reduction_matches_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, packed)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @random_cases(cases(), 200)
 def test_global_norm_with_per_group_reduction_matches_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, per_group)

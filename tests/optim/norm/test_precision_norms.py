@@ -158,7 +158,7 @@ def test_norms_and_clipping_with_loss_scale_match_unscaled_dense_gradients(world
     world.run(4, measure, mode, p, True)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_norms_and_clipping_with_loss_scale_and_unfused_sgd_match_dense_gradients(world: World) -> None:
     world.run(4, measure, "fp16_naive", 2.0, False)
     world.run(4, measure, "O3", 2.0, False)

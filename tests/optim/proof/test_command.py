@@ -117,6 +117,7 @@ def test_audit_reports_wrong_spec_and_exits_with_1(folder: Path) -> None:
     assert [word in row for word in ("up.bias", "P()", "P('tensor')", "tensor")] == [True] * 4
 
 
+@pytest.mark.long
 def test_audit_under_torchrun_prints_findings_as_json(folder: Path) -> None:
     done = launched_audit(4, folder, "script.py:build_wrong", *GRID, "--json")
     assert done.returncode == 1, done.stderr

@@ -178,7 +178,7 @@ def kinds(spec: P) -> dict[str, object]:
     return {"cut": along or set(spec.sharded_axes), "partial": set(spec.partial), "owned": None if along else owned}
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}, {case.axes}")
 def test_infer_finds_declared_layouts_of_library_layers(world: World, case: Case) -> None:
     for found in world.run(Topology(roles=None, **dict(case.axes)).world_size, inferred, case):

@@ -32,7 +32,7 @@ def test_prove_reports_nothing_for_correct_models(world: World) -> None:
         assert all(other == first for other in others)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_prove_finds_every_planted_mistake_and_most_causes(world: World) -> None:
     calls = [(drawn_model(number).topology.world_size, (number,)) for number in WRONG]
     made: list[Outcome] = []
@@ -371,7 +371,7 @@ def test_prove_in_float32_finds_errors_of_ten_percent(world: World) -> None:
     assert [finding.name for finding in wrong.findings] == ["gain"]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_prove_of_bfloat16_model_rejects_dtype_none_and_float32(world: World) -> None:
     with pytest.raises(WorldError, match="too inexact for a derivative"):
         world.run(2, _casting, torch.bfloat16, 1.0, None)

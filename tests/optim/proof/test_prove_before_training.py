@@ -146,7 +146,7 @@ def both(options: dict[str, Any], dtype: torch.dtype, micro: int) -> list[Proof]
     return proofs
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_prove_does_not_change_training_run(world: World, name: str, micro: int) -> None:

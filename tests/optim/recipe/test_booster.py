@@ -201,6 +201,7 @@ def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_update_matches_float32_within_rounding_in_every_precision_and_data_parallel_mode(

@@ -231,6 +231,7 @@ def test_pipeline_schedules_match_dense_model(sharded: bool, world: World) -> No
     assert all(True in skipped and False in skipped for skipped in in_fp16), "some steps must overflow, but not all"
 
 
+@pytest.mark.long
 def test_pipelines_with_tensor_parallel_stages_or_zero_match_dense_model(world: World) -> None:
     cases = [Case(kind, tied=True, precision="fp32", mesh="tensor") for kind in SCHEDULES]
     cases += [Case(kind, True, "fp32", how, "data") for kind in TWO for how in (None, "zero1", "zero2")]
@@ -238,6 +239,7 @@ def test_pipelines_with_tensor_parallel_stages_or_zero_match_dense_model(world: 
     assert_all_are_dense(world, cases)
 
 
+@pytest.mark.long
 def test_accumulation_over_several_pipeline_calls_matches_dense_model(world: World) -> None:
     cases = [Case(kind, True, "fp32", None, accumulate=2) for kind in SCHEDULES]
     cases += [Case(kind, True, "fp32", how, "data", 2) for kind in TWO for how in ("zero2", "fsdp")]

@@ -82,7 +82,7 @@ def test_optimizer_needs_no_states_and_few_bytes_for_frozen_base_model(
         assert nbytes < 20_000 + LAYERS * per_tensor
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_byte_count_includes_states_and_gradients_of_trained_base(world: World) -> None:
     """Negative control of `test_optimizer_needs_no_states_and_few_bytes_for_frozen_base_model`."""
     (nbytes, states), *_ = world.run(4, added_bytes, "whole", "fp32", False, True)

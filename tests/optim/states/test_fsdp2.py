@@ -64,6 +64,7 @@ def dense_net(norm_type: float) -> tuple[list[float], Full]:
     return norms, {name: param.detach() for name, param in net.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 4),), (("replica", 2), ("data", 2))])
 def test_fsdp2_with_uneven_shards_and_plain_parameter_matches_dense_model(
@@ -120,6 +121,7 @@ def dense_tensor(start: Full) -> tuple[list[float], Full]:
     return norms, {name: param.detach() for name, param in params.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", [False, True])
 def test_fsdp2_with_tensor_parallel_layers_matches_dense_model(world: World, sequence: bool) -> None:
     torch.manual_seed(11)

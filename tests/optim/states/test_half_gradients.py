@@ -72,7 +72,7 @@ CASES: list[tuple[str, dict[str, Any], Kernels, bool]] = [
 ]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("mode", [Bf16, NaiveFp16])

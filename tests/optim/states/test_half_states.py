@@ -142,7 +142,7 @@ def to_nearest(everything: Iterable[Drawn], numel_at_once: int, kernel: object) 
             target.copy_(source)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_stochastic_rounding_lets_second_moments_decay() -> None:
     exact_loss, exact = wave((), 600)
     loss, stochastic = wave((HalfStates(),), 600)

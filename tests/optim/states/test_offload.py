@@ -101,6 +101,7 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "adamw, not fused", "sgd"])
 @pytest.mark.parametrize("mode", MODES)
 def test_offloaded_steps_are_bitwise_identical_to_steps_without_offload(mode: str, kind: str) -> None:

@@ -102,6 +102,7 @@ SPECS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SPECS)
 def test_dtensors_on_flattened_or_renamed_meshes_match_dense_model(world: World, tmp_path: Path, kind: str) -> None:
     ((expected, weights, _),) = world.run(1, train, "dense")

@@ -93,6 +93,7 @@ def other_world() -> Iterator[World]:
     pool.close()
 
 
+@pytest.mark.long
 def test_run_resumed_in_new_processes_is_bitwise_identical_in_every_precision(
     world: World, other_world: World, tmp_path: Path
 ) -> None:
@@ -224,7 +225,7 @@ def test_state_that_is_no_dict_on_one_rank_is_rejected_on_all_ranks(world: World
         assert changed == []
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("model_was_loaded", [False, True])
 def test_corrupt_state_on_one_rank_is_rejected_on_all_ranks(world: World, model_was_loaded: bool) -> None:

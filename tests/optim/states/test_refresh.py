@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "mode", "declared"), CASES)
 def test_gradual_unfreezing_with_refresh_matches_torch_optimizer(
     world: World, how: str, mode: str, declared: bool

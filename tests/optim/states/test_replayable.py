@@ -142,7 +142,7 @@ def after_an_error(name: str, what: What) -> list[str]:
         return ["no error"]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["data", "ZeRO-1, copied over tensor"])
 def test_replay_identifies_the_rank_with_the_flipped_bit(world: World, name: str) -> None:
     found = world.run(LAYOUTS[name].topology.world_size, after_an_error, name, "exp_avg")

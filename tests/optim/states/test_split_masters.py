@@ -112,7 +112,7 @@ def a_thousand_steps() -> tuple[Bits, int]:
     return learned(True, 1000)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("kernels", "steps"), [("auto", 1000), ("torch", 200)])
 def test_split_masters_match_float32_masters_bitwise_over_many_steps(kernels: Kernels, steps: int) -> None:
@@ -126,7 +126,7 @@ def test_split_masters_match_float32_masters_bitwise_over_many_steps(kernels: Ke
     assert any(bool((weight.float() != master).any()) for weight, master in zip(weights, masters, strict=True))
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_float32_masters_rounded_to_even_differ_from_split_masters() -> None:
     """Negative control: the comparison detects the rounding of ties."""
     with mock.patch("test_split_masters.split_master", lambda master: (master.bfloat16(), None)):
@@ -304,6 +304,7 @@ def on_ranks(name: str, is_split: bool) -> Bits:
         return everything(model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_split_masters_match_float32_masters_on_many_layouts_and_state_placements(world: World, name: str) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size

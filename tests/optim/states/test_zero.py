@@ -71,7 +71,7 @@ def fifty_replicated_steps(world: World, axes: Axes) -> tuple[dict[str, Tensor],
     return expected, norms
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 @pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
@@ -97,7 +97,7 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", TOLERANCE)
 def test_zero1_and_zero2_match_replicated_steps_in_precision_modes(world: World, mode: str) -> None:

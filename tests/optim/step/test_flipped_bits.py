@@ -151,6 +151,7 @@ def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tup
         return run.steps, run.optimizer.skipped_steps, bits_of(run.everything())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_fingerprints_do_not_change_clean_run(world: World, name: str) -> None:
     """The runs have accumulation and clipping, and overflows in fp16."""

@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(45)
 @pytest.mark.parametrize("of_gradient", MEMORY_FORMATS)
 @pytest.mark.parametrize("of_param", MEMORY_FORMATS)

@@ -101,6 +101,7 @@ def test_model_of_2d_2_5d_or_3d_layers_matches_dense_model(
     world.run(topology.world_size, stepped, kind, topology, width, tied, {"reduction": reduction})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "topology", "axis"),
     [
@@ -155,6 +156,7 @@ def goes_on(path: Path, width: int, kind: str, topology: Topology, steps: range,
         save_checkpoint(path, model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("width", [6, 7])  # 7 features give uneven shards
 def test_checkpoint_moves_between_2d_2_5d_and_3d_layouts(world: World, tmp_path: Path, width: int) -> None:

@@ -53,6 +53,7 @@ def made(name: str, options: dict[str, Any], weight: Tensor | None = None) -> tu
     return param, ParallelOptimizer(make([param]), ProcessGroupRegistry(Topology()), max_norm=0.7, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*MAKE, *OTHERS])

@@ -181,7 +181,7 @@ def search(name: str, mode: str) -> tuple[list[float], list[float], list[str]]:
         return scales, [float(value.double().sum()) for value in after.values()], changed
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", SEARCHING)
 def test_too_large_initial_loss_scale_decreases_equally_on_all_ranks(world: World, mode: str) -> None:

@@ -90,6 +90,7 @@ def test_fused_step_needs_no_host_synchronization(world: World, kind: str) -> No
     assert all(world.run(2, step_without_reading, "tensor", kind, True, {"max_norm": 0.3}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"clip_value": 0.01}, {"norm_type": float("inf"), "max_norm": 0.1}, {"per_parameter_norms": True}]
 )

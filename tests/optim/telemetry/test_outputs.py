@@ -307,6 +307,7 @@ def test_report_command_explains_invalid_input_and_prints_help(
     assert "RUN.jsonl" in done.stdout
 
 
+@pytest.mark.long
 def test_report_command_writes_non_ascii_title_in_ascii_locale(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with JsonLines(path) as lines:

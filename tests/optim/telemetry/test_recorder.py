@@ -280,7 +280,7 @@ def test_compare_command_has_the_exit_codes_of_diff(tmp_path: Path, capsys: pyte
     assert found["difference"]["ratio"] == pytest.approx(2)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_compare_command_rejects_missing_invalid_and_unrelated_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

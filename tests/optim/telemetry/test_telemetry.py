@@ -68,7 +68,7 @@ def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter
         return [count - counts[1] for count in counts[2:]]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_measured_step_adds_expected_collectives_and_no_host_synchronization(world: World) -> None:
     ways: list[tuple[Layout, dict[str, Any], int]] = [
         (GRID, {}, 1),
@@ -353,7 +353,7 @@ def train(layout: Layout, folder: Path, steps: range, load: bool) -> dict[str, f
         return last(telemetry).to_dict()
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_resumed_telemetry_reports_same_figures_as_uninterrupted_run(world: World, tmp_path: Path) -> None:
     whole = world.run(4, train, BOTH, tmp_path / "whole", range(6), False)[0]
     world.run(4, train, BOTH, tmp_path / "half", range(3), False)

@@ -54,6 +54,7 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
     return logs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtypes", "options", "sharded"),
     [

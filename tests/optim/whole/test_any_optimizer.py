@@ -60,6 +60,7 @@ def two_groups(params: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return whole(Odd([{"params": large, "lr": 0.2}, {"params": [one for one in named if one not in large]}]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [odd, trust, two_groups])
 def test_custom_optimizer_wrapped_by_whole_matches_single_process_on_sharded_layouts(world: World, make: Any) -> None:
     layouts = [LAYOUTS[name] for name in ("grid", "data x tensor", "pipe, tied")]

@@ -141,6 +141,7 @@ def far(some: dict[str, nn.Parameter], others: dict[str, nn.Parameter]) -> float
     return max(float((some[name].detach() - others[name].detach()).abs().max()) for name in some)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_batched_step_matches_steps_of_single_tensors(name: str) -> None:
     for without in ("", "other", "embed"):
@@ -320,7 +321,7 @@ def trained_together(name: str, make: Make, state: str) -> list[Part]:
         return trained(WHOLE_LAYOUTS[name], make, STATES[state])
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "make", "state"),
     [

@@ -90,14 +90,14 @@ def assert_clipped(world: World, make: Make, options: dict[str, Any], clip: Call
         assert copies_differ(by_rank) == [], f"{name}, {state}"
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("own", [inf, 2.0], ids=["not clipped", "by their own norm"])
 def test_muon_matrices_can_have_their_own_clip_threshold(world: World, own: float) -> None:
     assert_clipped(world, partial(muon, own), {"max_norm": 0.5}, partial(in_two, own, 0.5))
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_unit_wise_clipping_with_lamb_matches_dense_model(world: World) -> None:
     assert_clipped(world, lamb, {"max_norm": Adaptive(0.1, eps=0.01)}, partial(by_unit, 0.1, 0.01))
 

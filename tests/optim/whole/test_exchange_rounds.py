@@ -49,7 +49,7 @@ def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]
     return found
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "state", "rounds"), [("tensor", "whole", 3), ("data x tensor", "ZeRO-2", 2), ("experts", "whole", 2)]
 )

@@ -91,6 +91,7 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
     return logs
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(7)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def trained(tensor: int, makes: dict[str, Make]) -> dict[str, dict[str, Tensor]]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_full_tensor_optimizers_with_fully_shard_match_dense_update(world: World, tensor: int) -> None:

@@ -41,6 +41,7 @@ def until_killed(rank: int, kind: str, folder: Path) -> None:
         time.sleep(2 * PATIENCE)
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_run_of_full_tensor_optimizer_resumes_on_another_mesh(world: World, tmp_path: Path, kind: str) -> None:

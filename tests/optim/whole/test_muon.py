@@ -295,6 +295,7 @@ def test_overflow_on_one_rank_leaves_muon_unchanged(world: World) -> None:
     assert world.run_each(changed_by_overflow, [(4, case) for case in cases]) == [[[[]]] * 4] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
 def test_muon_with_master_weights_matches_dense_update_and_replicas_stay_equal(world: World, precision: Any) -> None:
     """Gradients are exact in both dtypes, also scaled, so the master weights differ from the dense run only by float32

@@ -183,7 +183,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, P], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_muon_of_long_matrices_matches_published_iteration_on_sharded_layouts(world: World) -> None:
     published, alone = plain()
     assert all(error(alone[name], published[name]) <= EXACT for name in SHAPES)

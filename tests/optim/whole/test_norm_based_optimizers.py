@@ -224,7 +224,7 @@ def unbound(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_dense_update(world: World) -> None:
     layout = LAYOUTS["grid"]
     by_rank = world.run(4, each_trained, layout, [partial(unbound, name) for name in NAMES], {}, 6)
@@ -235,7 +235,7 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
 # Properties of a step, and checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: World) -> None:
     """LAMB, LARS and StableAdamW need one all-reduce over the world if any tensor is sharded. Adafactor and CAME need two
     all-reduces per distinct set of ranks over which a tensor is sharded. The counts are in addition to the collectives of
@@ -256,13 +256,13 @@ def test_norm_based_optimizers_need_one_all_reduce_or_two_per_rank_set(world: Wo
             assert of_rank == [norms, norms, norms, statistics, statistics], f"{name}, {state}, rank {rank}"
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
 def test_third_step_of_norm_based_optimizers_needs_no_host_synchronization(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], EACH, STATES[state])
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_overflow_on_one_rank_leaves_norm_based_optimizers_unchanged(world: World) -> None:
     layout = LAYOUTS["data x tensor"]
     cases: list[Any] = [
@@ -273,7 +273,7 @@ def test_overflow_on_one_rank_leaves_norm_based_optimizers_unchanged(world: Worl
     assert found == [[[[]] * len(EACH)] * 4] * len(cases)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
 def test_norm_based_optimizers_match_dense_update_with_master_weights_and_accumulation(
@@ -296,7 +296,7 @@ def test_norm_based_optimizers_match_dense_update_with_master_weights_and_accumu
             assert copies_differ(own) == [], NAMES[index]
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: Path) -> None:
     """Neither layout has a data axis, so the full gradients are equal on both layouts."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
@@ -312,7 +312,7 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
         assert copies_differ(by_rank) == [], name
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
 def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense_update(

@@ -178,7 +178,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_owner_rank_step_needs_at_most_two_all_to_alls_per_rank_set(world: World) -> None:
     """Each optimizer state is on one owner rank."""
     cases = [
@@ -210,7 +210,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_soap_and_shampoo_steps_after_second_need_no_host_synchronization(world: World) -> None:
     """This holds in steps with and without new preconditioners."""
     cases = [
@@ -252,7 +252,7 @@ def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) 
     )
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_owner_rank_optimizer_run_with_overflow_matches_run_without_skipped_step(world: World) -> None:
     """The first step creates bases, the fourth and seventh renew them; skipped steps must not be counted."""
     cases: list[Any] = [
@@ -281,7 +281,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
         return parts(layout, optimizer)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_owner_rank_optimizers_with_master_weights_or_accumulation_match_reference_runs(world: World) -> None:
     """Gradients are exact in bfloat16, so the master weights equal the weights of the float32 run."""
     for kind in repetitions(list(MAKES), "modes", default=2):
@@ -303,6 +303,7 @@ ROWS = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "
 COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", list(MAKES))
 def test_owner_rank_optimizers_resume_bitwise_identically_on_another_layout(
     world: World, tmp_path: Path, kind: str
@@ -342,7 +343,7 @@ def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
         return parts(layout, optimizer)
 
 
-@pytest.mark.newest_torch
+@pytest.mark.long
 def test_owner_rank_optimizers_resume_from_own_state_dict(world: World) -> None:
     for kind in repetitions(list(MAKES), "own state", default=2):
         layout = LAYOUTS["data x tensor"]

@@ -79,17 +79,6 @@ class AroundBase(nn.Module):
             return getattr(super().__getattr__("base_layer"), name)
 
 
-def freeze(module: nn.Module) -> nn.Module:
-    """Freeze the parameters of ``module``, except the factors of adapters in it. Return ``module``."""
-    adapters = [each for each in module.modules() if isinstance(each, AroundBase)]
-    named = [item for adapter in adapters for item in adapter.named_parameters()]
-    factors = {id(param) for name, param in named if not name.startswith("base_layer.")}
-    for param in module.parameters():
-        if id(param) not in factors:
-            param.requires_grad_(False)
-    return module
-
-
 def elements_at(tensor: Tensor, dim: int, spans: Sequence[Span]) -> Tensor:
     """Return a copy of the elements of ``tensor`` in the (offset, length) ``spans`` along ``dim``."""
     return torch.cat([tensor.narrow(dim, offset, length) for offset, length in spans], dim)

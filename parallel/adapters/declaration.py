@@ -34,12 +34,13 @@ from .adapter_layout import (
     weight_spec,
     without_axes,
 )
+from .adapter_search import is_of_peft, pair_of, saved_modules
 from .grouped_lora import GroupedLoRA
 from .lora import LoRA
 
-_PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
 _EXPERT_AXES = "_meshstep_expert_axes"  # attribute of an adapter's module: `expert_axes` of `declare_adapters`
 _INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
+_INSTEAD_OF_PEFT = f"leave this layer out of PEFT's target_modules, and {_INSTEAD}"
 
 
 class Adapter(NamedTuple):
@@ -114,7 +115,7 @@ def declare_adapters(
         specs = layout.first, layout.second, layout.magnitude
         params = [param for param in (adapter.first, adapter.second, adapter.magnitude) if param is not None]
         for param, name, spec, full in zip(params, adapter.names, specs, fulls, strict=False):
-            _check_shape(param, name, spec, full, layout)
+            _check_shape(param, name, spec, full, layout, _INSTEAD if adapter.key is None else _INSTEAD_OF_PEFT)
             decided[name] = (param, spec, None if layout.stacked else full)
     saved = list(saved_modules(model))
     if not decided and not saved:
@@ -166,14 +167,10 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
                 names = f"{prefix}lora_A.{each}", f"{prefix}lora_B.{each}"
                 factors = module.lora_A[each], module.lora_B[each], None
                 yield Adapter(name, module, module.base_layer, *factors, names, (None, None), None, layout, each)
-        elif _is_of_peft(module):
+        elif is_of_peft(module):
             yield from _peft_adapters(name, prefix, module)
         else:
             yield from _plain_pair(name, prefix, module)
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
 
 
 def _peft_adapters(name: str, prefix: str, module: Any) -> Iterator[Adapter]:
@@ -211,45 +208,13 @@ def _with_magnitude(
 
 
 def _plain_pair(name: str, prefix: str, module: nn.Module) -> Iterator[Adapter]:
-    for first, second in _PAIRS:
-        found = [_factor(module, attribute) for attribute in (first, second)]
-        if any(tensor is None or tensor.dim() != 2 for tensor, _ in found):
-            continue
-        others = [
-            child
-            for attribute, child in module.named_children()
-            if attribute not in (first, second) and isinstance(getattr(child, "weight", None), Tensor)
-        ]
-        if len(others) != 1:
-            continue
-        (a, a_module), (b, b_module) = found
-        assert a is not None and b is not None  # noqa: PT018
+    pair = pair_of(module)
+    if pair is not None:
         names = tuple(
             f"{prefix}{attribute}{'' if part is None else '.weight'}"
-            for attribute, part in ((first, a_module), (second, b_module))
+            for attribute, part in zip(pair.attributes, pair.modules, strict=True)
         )
-        yield Adapter(name, module, others[0], a, b, None, names, (a_module, b_module), None)
-        return
-
-
-def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module | None]:
-    found = getattr(module, attribute, None)
-    if isinstance(found, nn.Parameter):
-        return found, None
-    weight = getattr(found, "weight", None)
-    return (weight, found) if isinstance(found, nn.Module) and isinstance(weight, nn.Parameter) else (None, None)
-
-
-def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, original parameter, trained copy) for each parameter of PEFT's ``modules_to_save``."""
-    for name, module in model.named_modules():
-        copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
-        if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
-            originals = dict(original.named_parameters())
-            for key, copy in copies.items():
-                for inner, param in copy.named_parameters():
-                    if inner in originals:
-                        yield f"{name}.modules_to_save.{key}.{inner}", originals[inner], param
+        yield Adapter(name, module, pair.base, pair.first, pair.second, None, names, pair.modules, None)
 
 
 # Specs, constant norms and random factors for `prove` -----------------------------------------------------------------
@@ -390,8 +355,8 @@ def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> Adap
     if spec.sharded_axes and registry.size(*spec.sharded_axes) > 1:
         raise ValueError(
             f"{parameter}, a parameter of several experts, is sharded ({spec}), but PEFT's adapter of such a parameter "
-            "(target_parameters) has the size of the full parameter; use add_lora of meshstep.parallel with "
-            "the name of this parameter"
+            "(target_parameters) has the size of the full parameter; leave it out of target_parameters, and use add_lora "
+            "of meshstep.parallel with the name of this parameter"
         )
     return AdapterLayout(registry, adapter.first.size(1), adapter.second.size(0), P(), P())
 
@@ -407,26 +372,27 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
     if layout.is_embedding:
         raise ValueError(
             f"{adapter.name}: PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A, but the table is "
-            f"sharded over {over}, and PEFT does not sum the results; {_INSTEAD}"
+            f"sharded over {over}, and PEFT does not sum the results; {_INSTEAD_OF_PEFT}"
         )
     if isinstance(layout, ColumnLayout):
         if not _communicates(second):
             raise ValueError(
                 f"{adapter.name}: the output features of this layer are sharded over {over}, but PEFT's lora_B does not "
                 "sum the gradient of its input over these ranks, so the gradients of lora_A and of all earlier layers "
-                f"would be partial; {_INSTEAD}"
+                f"would be partial; {_INSTEAD_OF_PEFT}"
             )
         return
     if not _communicates(first):
         raise ValueError(
             f"{adapter.name}: the input features of this layer are sharded over {over}, but PEFT's lora_A does not sum its "
-            f"output over these ranks, so each rank would add a different output; {_INSTEAD}"
+            f"output over these ranks, so each rank would add a different output; {_INSTEAD_OF_PEFT}"
         )
     given = getattr(first, "in_features", layout.in_features)
     if given != layout.in_features:
         raise ValueError(
             f"{adapter.name}: the {layout.in_features} input features of this row-parallel layer are sharded over {over}, "
-            f"but PEFT's lora_A has in_features={given}, so its forward fails with an error about shapes; {_INSTEAD}"
+            f"but PEFT's lora_A has in_features={given}, so its forward fails with an error about shapes; "
+            f"{_INSTEAD_OF_PEFT}"
         )
 
 
@@ -441,7 +407,7 @@ def _communicates(module: nn.Module | None) -> bool:
     return type(module).forward is not nn.Linear.forward or "forward" in vars(module) or has_hooks
 
 
-def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout) -> None:
+def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout, instead: str) -> None:
     """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the shape ``full``.
 
     If `fully_shard` has sharded the factor over data axes, its global shape is compared instead. The layout of a DTensor
@@ -459,7 +425,7 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
         given, wanted = without_axes(placed, [*stored, *outside]), without_axes(single, outside)
         if (given.entries, given.blocks) != (wanted.entries, wanted.blocks):
             raise ValueError(
-                f"{name} is a DTensor with the layout {placed}, but its base layer requires {single}; {_INSTEAD}"
+                f"{name} is a DTensor with the layout {placed}, but its base layer requires {single}; {instead}"
             )
         if stored:  # `fully_shard` has sharded the factor further, so only its global shape can be compared
             expected, found = local_shape(full, without_axes(single, meshed), topology, coordinate), tuple(param.shape)
@@ -467,5 +433,5 @@ def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layou
     if found != expected:
         raise ValueError(
             f"{name} has {kind} {found}, but its base layer needs {expected} (full shape {full}, layout {single}); "
-            f"{_INSTEAD}"
+            f"{instead}"
         )

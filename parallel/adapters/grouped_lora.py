@@ -37,11 +37,11 @@ from .adapter_layout import (
     AroundBase,
     check_specs,
     elements_at,
-    freeze,
     mesh_axes_of,
     weight_spec,
     without_axes,
 )
+from .adapter_search import freeze
 
 
 @dataclass(frozen=True)

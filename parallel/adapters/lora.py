@@ -33,11 +33,11 @@ from .adapter_layout import (
     AroundBase,
     check_specs,
     elements_at,
-    freeze,
     layout_of,
     weight_spec,
     without_axes,
 )
+from .adapter_search import freeze, is_of_peft
 from .grouped_lora import GroupedLoRA
 
 _NO_NAME = "the base layer"
@@ -85,9 +85,9 @@ class LoRA(AroundBase):
     Shapes: input and output as in the base layer. If the base layer returns a tuple, the first tensor is adapted.
     Raises:
         ValueError: ``r`` is not a positive integer; ``dropout`` is not in [0, 1), or is not 0 for layers of different
-            experts; the layer is not supported or not declared; or ``registry`` is None, there are several ranks, and the
-            layer is not one of meshstep. In the first forward with dropout: the states of torch's default generator differ
-            along the model axes.
+            experts; the layer has an adapter, is not supported, or is not declared; or ``registry`` is None, there are
+            several ranks, and the layer is not one of meshstep. In the first forward with dropout: the states of torch's
+            default generator differ along the model axes.
         TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: without sequence parallelism, on a column-parallel layer an all-reduce of r features per token in backward;
     on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. For other layers, see the table in
@@ -117,6 +117,10 @@ class LoRA(AroundBase):
         super().__init__()
         if type(r) is not int or r < 1:
             raise ValueError(f"{name}: r={r!r} must be a positive integer; write the rank of the adapter, such as r=8")
+        if isinstance(base, LoRA) or is_of_peft(base):
+            raise ValueError(
+                f"{name} has a LoRA adapter already; train that adapter, or give LoRA the layer that it adapts"
+            )
         registry = _registry_for(base, registry, name)
         layout = layout_of(base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
         _check_dropout(dropout, layout, name)
@@ -340,7 +344,8 @@ def add_lora(
     expert's number in the dense model.
 
     Args:
-        model: The model. All its parameters are frozen, except the factors of adapters that it has already.
+        model: The model. All its parameters are frozen, except the factors of adapters that it has already: those that
+            `declare_adapters` finds, also PEFT's with ``modules_to_save``.
         targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. A target
             that matches no layer is matched with the names of parameters [experts, out, in]. `GroupedLoRA` replaces the
             modules of these parameters.
@@ -369,7 +374,7 @@ def add_lora(
                 f"{some([*filter(None, modules)]) or 'none'}; give the name of a layer, or of a parameter "
                 "[experts, out, in]"
             )
-        if adapted := [name for name, module in matching.items() if isinstance(module, LoRA)]:
+        if adapted := [name for name, module in matching.items() if isinstance(module, LoRA) or is_of_peft(module)]:
             raise ValueError(
                 f"target {target!r}: {adapted[0]} has a LoRA adapter already; leave this layer out of targets"
             )

@@ -22,7 +22,8 @@ from ..layout.spec import P
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import some
-from .declaration import Adapter, adapters_of, derived_layout, is_merged, registry_in, saved_modules
+from .adapter_search import saved_modules
+from .declaration import Adapter, adapters_of, derived_layout, is_merged, registry_in
 from .grouped_lora import GroupedLayout, GroupedLoRA
 from .lora import LoRA, expert_names
 

@@ -212,10 +212,21 @@ def annotation_for(param: DTensor) -> Annotation:
     if repeated or {*owned, *tied} & {*axes} or {*spec.partial} & {*inner.sharded_axes}:
         raise ValueError(
             f"{label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {merged}; declare "
-            f"only the axes outside its mesh: {P().with_dims(outer)}"
+            f"only the axes outside its mesh: {_without_mesh_axes(spec, outer, axes)}"
         )
     return Annotation(
         spec.with_dims(dims, blocks=inner.blocks), declared.name, mesh_axes=axes, dims=tuple(found.items())
+    )
+
+
+def _without_mesh_axes(spec: P, outer: Sequence[Sequence[tuple[str, ...]]], axes: Sequence[str]) -> P:
+    """Return the part of ``spec`` that names no axis in ``axes``. ``outer`` has the axes that shard each dim in it."""
+    owned = {axis: at for axis, at in spec.owned if not {axis, at} & {*axes}}
+    tied = {axis: where for axis, where in spec.tied if axis not in axes}
+    partial = tuple(axis for axis in spec.partial if axis not in axes)
+    sharded = tuple(axis for parts in outer for part in parts for axis in part)
+    return P(sharded, owned=owned, tied=tied).with_dims(
+        outer, partial=partial, blocks=[pair for pair in spec.blocks if pair[0] in sharded]
     )
 
 

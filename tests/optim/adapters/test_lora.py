@@ -312,3 +312,46 @@ def test_second_add_lora_call_keeps_factors_of_earlier_adapters_trainable() -> N
         "experts.base_layer.router.lora_A", "experts.base_layer.router.lora_B",
         "experts.base_layer.router.lora_magnitude_vector", "experts.lora_A.up", "experts.lora_B.up",
     }  # fmt: skip
+
+
+class LikePeft(nn.Module):
+    """A layer of PEFT: its factors are in dicts by the name of the adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+
+
+class Saved(nn.Module):
+    """A module in PEFT's ``modules_to_save``."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(4, 4)})
+
+
+class Three(nn.Module):
+    """Three layers whose names are those of an adapter. They are one if ``layer`` is frozen."""
+
+    def __init__(self, is_adapter: bool) -> None:
+        super().__init__()
+        self.layer, self.a, self.b = nn.Linear(4, 4).requires_grad_(not is_adapter), nn.Linear(4, 2), nn.Linear(2, 4)
+
+
+def test_add_lora_keeps_factors_of_peft_and_own_adapters_trainable() -> None:
+    model: Any = nn.Module()
+    model.peft, model.head = LikePeft(nn.Linear(4, 4)), Saved(nn.Linear(4, 4))
+    model.own, model.other, model.down = Three(True), Three(False), nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="target 'peft': peft has a LoRA adapter already"):
+        add_lora(model, ["down", "peft"], r=2, alpha=2)
+    with pytest.raises(ValueError, match="has a LoRA adapter already; train that adapter"):
+        LoRA(model.peft, r=2, alpha=2)
+    add_lora(model, ["down"], r=2, alpha=2)
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
+        "peft.lora_A.default.weight", "peft.lora_B.default.weight",
+        "head.modules_to_save.default.weight", "head.modules_to_save.default.bias",
+        "own.a.weight", "own.b.weight", "down.lora_A", "down.lora_B",
+    }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from cases import slice_of
 from dtensors import randn, registry_of
 from meshstep.optim import ParallelOptimizer, global_norm
-from meshstep.parallel import P, annotate, spec_of
+from meshstep.parallel import P, annotate, blocks, spec_of
 from torch import Tensor, nn
 from world import World
 
@@ -123,6 +123,11 @@ def merged(said: P, dim: int) -> str:
         ),
         (P("data"), 1, "declare only the axes outside its mesh: P()"),
         (P(owned={"data": 0}), 0, "declare only the axes outside its mesh: P()"),
+        (P(None, "data", partial="tensor"), 0, "declare only the axes outside its mesh: P(partial='tensor')"),
+        (P(partial=("data", "tensor")), 0, "declare only the axes outside its mesh: P(partial='tensor')"),
+        (P(blocks("tensor", 2), "data"), 0, "declare only the axes outside its mesh: P(blocks('tensor', 2))"),
+        (P(owned={"data": 0, "tensor": 0}), 0, "declare only the axes outside its mesh: P(owned={'tensor': 0})"),
+        (P(None, "data", tied={"tensor": (0, 1)}), 0, "outside its mesh: P(tied={'tensor': (0, 1)})"),
     ],
 )
 def test_declared_spec_is_merged_with_dtensor_placements_or_rejected(

@@ -324,13 +324,13 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         raise wrong("the entry 'masters' of the state", saved, "a dict")
     if saved is None:
         raise ValueError(
-            "the state has no master weights, so it was saved in a precision mode without them: use that precision mode; "
-            "or load the model's weights, call reload_from_model(), and load the state into the torch optimizer only"
+            "the state has no master weights, so it was saved in a precision mode without them; use that precision mode, "
+            "or load only the model's weights and call reload_from_model()"
         )
     if saved.keys() != masters.keys():
         raise ValueError(
             f"the state has {_describe(saved)}, but the optimizer has {_describe(masters)}; make the optimizer with the "
-            "param groups and the precision mode of the run that saved the state"
+            "param groups, the frozen parameters and the precision mode of the run that saved the state"
         )
     for position, master in masters.items():
         if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():

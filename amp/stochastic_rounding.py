@@ -470,7 +470,7 @@ class StochasticRounding:
         if saved is None:
             raise ValueError(
                 "the state has no entry 'stochastic_rounding', so another precision mode saved it; load it in that "
-                "mode, or load only the model's weights and the optimizer's own state"
+                "mode, or load only the model's weights and start with a new optimizer"
             )
         self.check_state(state)
         self.seed, self.steps = saved["seed"], saved["steps"]
@@ -498,5 +498,5 @@ def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
 def _unnamed(param: Tensor) -> ValueError:
     return ValueError(
         f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, but the seed of its rounding noise is "
-        "computed from its name; call declare(model), or give the optimizer model.named_parameters()"
+        "computed from its name; give the optimizer model.named_parameters(), or call declare(model, {'*': P()})"
     )

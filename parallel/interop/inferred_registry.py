@@ -15,7 +15,7 @@ from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
-from ..mesh.topology import Role, Topology, axes_along, default_role, has_default_role
+from ..mesh.topology import Role, Topology, axes_along, default_role, has_default_role, names_of
 from .local_parameters import fully_shard_meshes, loaded_class
 
 if TYPE_CHECKING:
@@ -198,8 +198,16 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any
     for dim in (dim for view in views for dim in view.sliced_off if dim.name in axes and dim.name not in in_meshes):
         if not has_default_role(dim.name, aliases):
             roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"
-    if any_roles:
-        roles.update({axis: "model" for axis in axes if axis not in roles and default_role(axis, aliases) is None})
+    ambiguous = [axis for axis in axes if axis not in roles and default_role(axis, aliases) is None]
+    if ambiguous and not any_roles:
+        names = " and ".join(map(repr, names_of(ambiguous[0], aliases)))
+        raise ValueError(
+            f"mesh dims {names} are along the same ranks, but their names have more than one role; use "
+            "ParallelOptimizer(optimizer, registry) instead of for_model, with "
+            f"ProcessGroupRegistry(Topology.of_meshes(mesh, other_mesh, roles={{{ambiguous[0]!r}: 'model'}})), or the role "
+            "'data' if these ranks process different samples"
+        )
+    roles.update(dict.fromkeys(ambiguous, "model"))
     topology = Topology(roles=roles, aliases=aliases, **axes)
     averaged = [ranks for view in views for ranks in view.averaged]
     for axis in dict.fromkeys(axis for ranks in averaged for axis in axes_along(ranks, topology) or ()):

@@ -542,11 +542,9 @@ class P:
             )
         for axis in self.named_axes:
             if axis not in topology.axes and axis not in topology.aliases:
-                known = ", ".join(topology.axes) + (
-                    f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
-                )
-                advice = topology.hint(axis) or "; name one of these axes"
-                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {known}{advice}")
+                known = f"the axes are {', '.join(topology.axes)}" if topology.axes else "the topology has no axes"
+                known += f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
+                raise ValueError(f"{name}: {self} names axis {axis!r}, but {known}; {topology.advice_on(axis)}")
         self._check_coordinates(topology, name, topology.aliases)
         self.resolve(topology)
 

@@ -247,14 +247,15 @@ def default_group(topology: Topology) -> dist.ProcessGroup | None:
 
 
 def _suggestion(topology: Topology, world_size: int) -> str:
+    start = f"start {topology.world_size} rank{'s' if topology.world_size > 1 else ''}"
+    if not topology.axes:
+        return f": write Topology(data={world_size}), for example, or {start}"
     fitting = []
     for axis in topology.axes:
         rest = topology.world_size // topology.size(axis)
         if world_size % rest == 0:
             fitting.append(f"{axis}={world_size // rest}")
-    if fitting:
-        return f": write {' or '.join(fitting)} instead, or start {topology.world_size} ranks"
-    return f", or start {topology.world_size} ranks"
+    return f": write {' or '.join(fitting)} instead, or {start}" if fitting else f", or {start}"
 
 
 def agreed_name(topology: Topology, rank: int) -> str:

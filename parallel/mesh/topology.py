@@ -709,13 +709,16 @@ class Topology(ByRole):
             return (name,)
         atoms = self.aliases.get(name)
         if atoms is None:
-            advice = self.hint(name) or "; name an axis or alias of the topology"
-            raise ValueError(f"unknown axis {name!r}{advice} ({self.named()})")
+            raise ValueError(f"unknown axis {name!r}; {self.advice_on(name)} ({self.named()})")
         return atoms
 
-    def hint(self, name: str) -> str:  # part of error messages
+    def advice_on(self, name: str) -> str:
+        """Return the advice of an error about an unknown axis."""
         close = difflib.get_close_matches(str(name), (*self.axes, *self.aliases), n=1)
-        return f"; did you mean {close[0]!r}?" if close else ""
+        if close:
+            return f"did you mean {close[0]!r}?"
+        other = ", or name the axis that you mean" if self.axes else ""
+        return f"add it to the topology ({name}=1 if it has one rank){other}"
 
     def named(self) -> str:  # part of error messages
         return f"axes: {_join_names(self.axes)}" + (f"; aliases: {_join_names(self.aliases)}" if self._aliases else "")

@@ -421,7 +421,22 @@ def nameless_on_a_mesh() -> str:
 
 
 def test_stochastic_rounding_on_several_ranks_needs_parameter_names(world: World) -> None:
-    assert all("declare(model)" in message for message in world.run(4, nameless_on_a_mesh))
+    assert all("declare(model, {'*': P()})" in message for message in world.run(4, nameless_on_a_mesh))
+
+
+def named_by_declaration() -> None:
+    """Follow the advice of the error for a parameter without a name, on a model whose parameters are undeclared."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(3, 2, dtype=BF16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="has no name"):
+            StochasticRounding(optimizer, registry)
+        declare(model, {"*": P()})
+        StochasticRounding(optimizer, registry)
+
+
+def test_declaration_of_all_parameters_gives_stochastic_rounding_their_names(world: World) -> None:
+    world.run(2, named_by_declaration)
 
 
 def trained_on_data_ranks(declared: bool, states: tuple[StatePlacement, ...]) -> list[Tensor]:

@@ -318,7 +318,11 @@ def test_registry_connect_error_on_one_rank_is_raised_on_every_rank(world: World
 
 def test_registry_connect_in_one_process_only_checks_axis_names() -> None:
     ProcessGroupRegistry(Topology(data=1)).connect("data")
-    with pytest.raises(ValueError, match="unknown axis 'tensor'"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown axis 'tensor'; add it to the topology \(tensor=1 if it has one rank\), or name the axis that you "
+        r"mean \(axes: data\)",
+    ):
         ProcessGroupRegistry(Topology(data=1)).connect("tensor")
 
 
@@ -327,7 +331,7 @@ def bad_topologies() -> None:
         (Topology(data=2, tensor=4), r"has 8 ranks but the world has 4.*must be 4: write data=1 or tensor=2"),
         (Topology(data=3), r"has 3 ranks but the world has 4.*write data=4 instead, or start 3 ranks"),
         (Topology(data=3, tensor=3), r"must be 4, or start 9 ranks"),
-        (Topology(), r"has 1 ranks but the world has 4"),
+        (Topology(), r"has 1 ranks but the world has 4.*write Topology\(data=4\), for example, or start 1 rank$"),
     ):
         with pytest.raises(ValueError, match=message):
             ProcessGroupRegistry(topology)

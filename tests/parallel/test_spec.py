@@ -110,7 +110,14 @@ def test_repr_of_spec_with_blocks_is_its_constructor_call() -> None:
             lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"),
             "w: .* more entries \\(2\\) than the tensor has dims \\(1\\)",
         ),
-        (lambda: P("c").validate(1, Topology(a=2, b=2), "w"), "w: .* names axis 'c', but the axes are a, b"),
+        (
+            lambda: P("c").validate(1, Topology(a=2, b=2), "w"),
+            r"w: .* names axis 'c', but the axes are a, b; add it to the topology \(c=1 if .*\), or name the axis",
+        ),
+        (
+            lambda: P("c").validate(1, Topology(), "w"),
+            r"w: .* names axis 'c', but the topology has no axes; add it to the topology \(c=1 if it has one rank\)$",
+        ),
         (
             lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"),
             "coordinate 2 of 'a', which is out of range; write a number from 0 to 1",

@@ -17,7 +17,7 @@ from meshstep.optim import (
     global_norm,
     scale_gradients_,
 )
-from meshstep.parallel import P, ProcessGroupRegistry, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop.inferred_registry import _topology, _View, registry_of_meshes
 from meshstep.parallel.mesh.refinement import Dim
 from torch import nn
@@ -159,31 +159,35 @@ def test_norm_counts_experts_along_declared_axis_outside_their_submesh(world: Wo
         assert norm == pytest.approx((8 + experts**2) ** 0.5, rel=1e-12)
 
 
-def two_roles() -> tuple[float, float, str]:
+def two_roles() -> tuple[float, float, float, str]:
     """Give two DTensors equal gradients on two meshes that call the same ranks `tp` and `edp`.
 
-    Return the norm of both, the norm of one full gradient, and the error of `for_model`.
+    Return the norm of both, their norm in a step with the registry that the error of `for_model` proposes, the norm of one
+    full gradient, and this error.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    tensor, experts = mesh_of((2, 2), ("dp", "tp"))["tp"], mesh_of((2, 2), ("ep", "edp"))["edp"]
+    tensor, experts = mesh_of((2, 2), ("dp", "tp")), mesh_of((2, 2), ("ep", "edp"))
     gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     model = nn.Module()
-    for name, mesh in (("dense", tensor), ("experts", experts)):
+    for name, mesh in (("dense", tensor["tp"]), ("experts", experts["edp"])):
         param = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)]))
         param.grad = distribute_tensor(gradient, mesh, [Shard(0)])
         model.register_parameter(name, param)
-    with pytest.raises(ValueError, match="has more than one role") as caught:
-        ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return float(global_norm(model)), float(gradient.norm()), str(caught.value)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="have more than one role") as caught:
+        ParallelOptimizer.for_model(model, sgd)
+    norm = float(global_norm(model))
+    registry = ProcessGroupRegistry(Topology.of_meshes(tensor, experts, roles={"tp": "model"}))
+    return norm, float(ParallelOptimizer(sgd, registry).step().total_norm), float(gradient.norm()), str(caught.value)
 
 
 def test_norm_without_registry_does_not_depend_on_roles_of_mesh_dims(world: World) -> None:
     """An optimizer averages over data axes, so it needs the role of the ranks that are called `tp` and `edp`."""
-    for norm, wanted, error in world.run(4, two_roles):
-        assert norm == pytest.approx(wanted * 2**0.5, rel=1e-12)
-        assert "'tp'" in error
-        assert "'edp'" in error
+    for norm, stepped, wanted, error in world.run(4, two_roles):
+        assert norm == stepped == pytest.approx(wanted * 2**0.5, rel=1e-12)
+        assert error.startswith("mesh dims 'tp' and 'edp' are along the same ranks")
+        assert "Topology.of_meshes(mesh, other_mesh, roles={'tp': 'model'})" in error
 
 
 def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) -> list[_View]:

@@ -27,9 +27,10 @@ gc.set_threshold(100_000)
 # `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
 # it; other hypothesis tests draw `max_examples` cases. "default" is `pytest` without options; "full" is the run with the
 # slow tests; "long" is the run of .ci/run with the tests that the default run leaves out because they are long; "oldest" is
-# its run on the oldest torch, with a sample of all tests. "many" is for one file:
+# its run on the oldest torch, with a sample of all tests; "once" is the default run and the run of long tests in one. "many"
+# is for one file:
 # MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
-for name, examples in (("default", 10), ("long", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
+for name, examples in (("default", 10), ("long", 10), ("once", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",
         deadline=None,
@@ -86,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     if profile() != "oldest":
-        by_default = {item for item in default_cases(items) if profile() == "long" or item not in long}
+        by_default = {item for item in default_cases(items) if profile() != "default" or item not in long}
         named = tuple(argument for argument in config.args if "::" in argument)
         for item in items:
             if item not in by_default and not item.nodeid.startswith(named):

@@ -944,7 +944,12 @@ def outcome_of(fault: Fault, copy: Path, tests: list[str], seconds: float = SECO
     path.write_text(fault.apply(before))
     shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *(tests or fault.tests)]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MESHSTEP_TEST_PROFILE": "once",  # with the long tests
+    }
     try:
         run = subprocess.Popen(
             command,

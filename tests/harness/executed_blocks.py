@@ -106,7 +106,8 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
     folder = copy / "hits"
     folder.mkdir()
     search_path = os.pathsep.join([str(copy / "src"), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": search_path, "MESHSTEP_HITS": str(folder)}
+    own = {"PYTHONPATH": search_path, "MESHSTEP_HITS": str(folder), "MESHSTEP_TEST_PROFILE": "once"}
+    environment = {**os.environ, **own}
     command = [sys.executable, "-m", "pytest", "-q", "-pexecuted_blocks", "-pno:cacheprovider", f"-n{processes}"]
     subprocess.run([*command, *arguments], cwd=copy, env=environment, check=False)
     tests = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]

@@ -117,7 +117,7 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
     """
     if is_sample():
         return [values[zlib.crc32(repr(key).encode()) % len(values)]]
-    if profile() in ("default", "long") and default is not None:
+    if not is_full() and default is not None:
         return [values[(len(values) - 1) * index // max(1, default - 1)] for index in range(default)]
     return values
 

@@ -25,11 +25,13 @@ torch.set_num_threads(1)
 gc.set_threshold(100_000)
 
 # `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
-# it; other hypothesis tests draw `max_examples` cases. "default" is `pytest` without options; "full" is the run with the
-# slow tests; "long" is the run of .ci/run with the tests that the default run leaves out because they are long; "oldest" is
-# its run on the oldest torch, with a sample of all tests; "once" is the default run and the run of long tests in one. "many"
-# is for one file:
-# MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
+# it; other hypothesis tests draw `max_examples` cases. The profiles:
+# "default" is `pytest` without options.
+# "long" is the run of .ci/run with the tests that the default run leaves out because they are long.
+# "once" is the default run and the run of long tests in one.
+# "oldest" is the run of .ci/run on the oldest torch, with a sample of all tests.
+# "full" is the run with the slow tests.
+# "many" is for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
 for name, examples in (("default", 10), ("long", 10), ("once", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",

@@ -96,7 +96,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], capability: int = 90,
 
 
 def resources_of(compiled: Compiled) -> Resources:
-    """Return the resources of a kernel, as printed by the assembler that Triton uses."""
+    """Return the registers and spills that Triton's assembler prints for a kernel, and the barriers in its PTX."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     architecture = f"--gpu-name={sm_arch_from_capability(compiled.capability)}"

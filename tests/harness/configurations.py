@@ -181,8 +181,8 @@ class Mode(NamedTuple):
         dtype: The dtype of the weights and of the gradients of one micro-batch.
         rounding: Error bound of the weights, relative to each element.
         rounding_per_step: Error bound of the updated values per step, relative to the largest value the parameter had.
-        norm_rounding: Error bound of the norm. The default, 1e-6, is relative to the norm itself; a larger bound is
-            relative to `DenseRun.absolute_norms`.
+        norm_rounding: Error bound of the norm. The default, 1e-6, is relative to the norm itself, or 2**-22 of
+            `DenseRun.absolute_norms` if that is more; a larger bound is relative to `DenseRun.absolute_norms`.
         has_masters: The weights are copies of master weights: after the user writes weights, masters must be reloaded.
     """
 

@@ -134,8 +134,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS...``, where the first argument is a script, ``-m`` or ``-c``.
 
-    ``env`` is the complete environment; default: that of this process. After a timeout, the process and all processes
-    that it started are killed, and TimeoutExpired is raised.
+    ``env`` is the complete environment; default: that of this process. After a timeout, the process and its process
+    group are killed, and TimeoutExpired is raised.
     """
     return Forked(*arguments, cwd=cwd, env=env).completed(timeout)
 

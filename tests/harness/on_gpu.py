@@ -47,8 +47,9 @@ def nobody_waits(device: torch.device) -> Iterator[None]:
 def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``function(*args)`` on new processes that are connected by ``backend``, and return the results by rank.
 
-    The processes are not workers of `World`, because a forked process may be unable to use a GPU. Without a GPU, they
-    are forked from the server process that has already imported torch. Tensors in the results must be on the CPU.
+    The processes are not workers of `World`, because a forked process may be unable to use a GPU. On Linux
+    without a GPU, they are forked from the server process that has already imported torch. Tensors in the results must
+    be on the CPU.
     """
     forks = why_no_gpu() and sys.platform == "linux"
     method = forkserver().get_start_method() if forks else "spawn"

@@ -208,7 +208,7 @@ class Simulation:
     Attributes:
         findings: One line per finding: unordered accesses, changed pinned memory, and memory that is freed too early.
         host: The operations that the host has seen finish.
-        transfers: The number of asynchronous copies to pinned memory, and from it.
+        transfers: The number of copies from a device to pinned memory, and from it to a device.
     """
 
     def __init__(self, devices: int) -> None:

@@ -147,7 +147,7 @@ def run(config: Config, model: Planted, optimizer: ParallelOptimizer, steps: ran
 
 
 def bits_of(config: Config, optimizer: ParallelOptimizer) -> list[bytes]:
-    """Return the bytes of all state that a step may change."""
+    """Return the bytes of all weights and optimizer states."""
     held = parts(config.layout, optimizer)
     return [value.numpy().tobytes() for part in held for value in (part.value, *part.state.values())]
 

@@ -27,7 +27,8 @@ def powers(tensors: list[Tensor], p: float) -> Tensor:
 
 
 def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
-    """Return powers of the same values in an unaligned, a transposed and a strided tensor."""
+    """Return powers of the same values in a tensor at ``offset``, in its transpose if it is a matrix, and in a strided
+    tensor."""
     shifted = torch.zeros(values.numel() + offset, dtype=values.dtype)[offset:].view(values.shape).copy_(values)
     strided = values.new_zeros((*values.shape, 2))[..., 0].copy_(values)
     turned = shifted.t() if values.dim() == 2 else shifted

@@ -592,11 +592,11 @@ def one_weight(steps: int = 2) -> tuple[nn.Parameter, ParallelOptimizer[Any]]:
     optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
     weight = model.get_parameter("weight")
     for _ in range(steps):
-        step_with_ones(weight, optimizer)
+        step_on_squares(weight, optimizer)
     return weight, optimizer
 
 
-def step_with_ones(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
+def step_on_squares(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
     optimizer.zero_grad()
     optimizer.backward(weight.float().square().sum())
     optimizer.step()
@@ -605,7 +605,7 @@ def step_with_ones(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
 def write_and_step(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
     with torch.no_grad():
         weight.clamp_(-0.2, 0.2)
-    step_with_ones(weight, optimizer)
+    step_on_squares(weight, optimizer)
 
 
 def test_state_dict_of_split_masters_contains_weights_written_by_other_code() -> None:
@@ -622,7 +622,7 @@ def test_state_dict_of_split_masters_contains_weights_written_by_other_code() ->
 def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed: bool) -> None:
     weight, optimizer = one_weight()
     saved, kept = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
-    step_with_ones(weight, optimizer)
+    step_on_squares(weight, optimizer)
     optimizer.load_state_dict(saved)
     with torch.no_grad():
         weight.copy_(kept * 2 if changed else kept)
@@ -637,7 +637,7 @@ WRITTEN = "weight was written before each of 3 steps in a row.*pruning mask, for
 def test_split_masters_warn_once_if_weights_change_before_three_steps_in_a_row() -> None:
     weight, optimizer = one_weight()
     write_and_step(weight, optimizer)
-    step_with_ones(weight, optimizer)
+    step_on_squares(weight, optimizer)
     write_and_step(weight, optimizer)
     write_and_step(weight, optimizer)
     with pytest.warns(UserWarning, match=WRITTEN):

@@ -363,7 +363,7 @@ def test_precision_mode_without_prepare_raises(world: World, mode: Mode) -> None
     for text in world.run(2, unprepared, mode, False):
         assert "prepare(model)" in text
         assert repr(mode) in text
-    # A stage may contain only modules that the mode leaves in float32.
+    # One prepared stage is enough: the modules of another stage may all be float32 in the mode.
     assert world.run(2, unprepared, mode, True) == ["no error"] * 2
 
 

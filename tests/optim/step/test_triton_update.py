@@ -177,7 +177,7 @@ def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("where", TOPOLOGIES)
 def test_triton_step_on_two_ranks_matches_dense_model(interpreted: Interpreted, where: str, precision: str) -> None:
-    """The run has reduction, norm, clipping, a skipped step with inf on one rank, and bfloat16 weights from masters."""
+    """The run has reduction, norm, clipping, and a skipped step with inf gradients; with bf16 also master weights."""
     ranks = interpreted.run(2, on_ranks, where, precision)
     values, norms = dense(precision)
     for _, measured, stepped, powers in ranks:

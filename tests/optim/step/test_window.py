@@ -113,7 +113,7 @@ def test_step_rejected_by_commit_does_not_count_as_consecutive_overflow() -> Non
 
 def test_skip_monitor_load_state_dict_discards_counts_not_yet_read_by_host() -> None:
     monitor = SkipMonitor(torch.device("cpu"))
-    count(monitor, [True] * LAG, most=LAG)  # read in the next step
+    count(monitor, [True] * LAG, most=LAG)  # the host reads the first of these counts in the next step
     monitor.load_state_dict({"skipped_steps": 5, "vetoed_steps": 2})
     assert count(monitor, [False] * (2 * LAG), most=LAG) == [None] * (2 * LAG)
     assert monitor.state_dict() == {"skipped_steps": 5, "vetoed_steps": 2}

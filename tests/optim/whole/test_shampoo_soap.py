@@ -254,7 +254,7 @@ def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) 
 
 @pytest.mark.long
 def test_owner_rank_optimizer_run_with_overflow_matches_run_without_skipped_step(world: World) -> None:
-    """The first step creates bases, the fourth and seventh renew them; skipped steps must not be counted."""
+    """With SOAP, the first step creates bases, and the fourth and seventh renew them; skipped steps must not count."""
     cases: list[Any] = [
         (kind, dtype, options, first)
         for kind in repetitions(list(MAKES), "overflow", default=2)

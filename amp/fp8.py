@@ -160,8 +160,8 @@ class Fp8(Precision):
     compiled model, and while gradients are disabled: the weight is then rounded at every use.
 
     With ``scales="tensor"`` every tensor has one scale, computed from the largest absolute value of the full tensor. This
-    value is all-reduced over the mesh axes that the spec of the layer's weight names as sharded or partial. A model that
-    is sharded over these axes therefore rounds like the dense model.
+    value is all-reduced over the mesh axes that shard the tensor. The spec of the layer's weight names these axes, as
+    sharded or partial. A model that is sharded over them therefore rounds like the dense model.
 
     Args:
         base: The base mode, "bf16" or "fp32". It determines the dtype of parameters and of all other layers, and whether

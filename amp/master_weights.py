@@ -366,9 +366,9 @@ SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimize
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
     """Return True if an optimizer state may be stored in half precision.
 
-    Such a state is a floating-point tensor with one value per parameter element, for example a moment. A number that
-    all elements share, such as a step count, must not be rounded, because its error would affect all elements.
-    A state counts as a shared number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
+    Such a state is a floating-point tensor, for example a moment. A number that all elements of the parameter share, such
+    as a step count, must not be rounded, because its error would affect all elements. A state counts as a shared number if
+    its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
         return False

@@ -6,7 +6,7 @@ The modes are frozen dataclasses without state. A mode prepares a model in place
 their declared layouts. Modules keep their classes (except linear layers under `Fp8`) and their state-dict keys.
 
 A model that was built in half precision is cast like any other model. A cast to float32 is exact. Master weights start
-with the values of the cast parameters, which are rounded if the mode casts from one half-precision dtype to the other.
+with the values of the cast parameters, which are rounded if the parameters had another dtype before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Precision(ABC):
 
     name: ClassVar[str]
     main_grads: bool = True
-    """If True, gradients of half-precision parameters that have float32 master weights accumulate in float32."""
+    """If True, gradients of half-precision parameters that have float32 master weights accumulate in float32, except under
+    torch's `DistributedDataParallel`."""
 
     @property
     def masters(self) -> bool:
@@ -264,15 +265,16 @@ class Bf16(Precision):
     Args:
         stochastic_rounding: If True, there are no float32 master weights: the optimizer rounds bfloat16 parameters
             stochastically (`StochasticRounding`). Default: False.
-        main_grads: If True, gradients accumulate in float32, unless ``stochastic_rounding`` is True. If False, gradients
-            stay bfloat16 until the step reads them, which saves 2 bytes per element and a pass over memory in backward.
+        main_grads: If True, gradients accumulate in float32, unless ``stochastic_rounding`` is True or torch's
+            `DistributedDataParallel` reduces them. If False, gradients stay bfloat16 until the step reads them, which saves
+            2 bytes per element and a pass over memory in backward.
             Sums of gradients are then rounded to bfloat16: over the micro-batches between two steps, and for a weight
             that the model uses twice. Default: True.
         split_masters: If True, each float32 master weight is stored as the bfloat16 weight and a 16-bit remainder. The
             remainder takes 2 bytes per element, a float32 master takes 4. With AdamW, weight, remainder and states take
             12 bytes per element instead of 14. The optimizer still updates float32 values. The bfloat16 weight is the
             nearest one, but ties round away from zero instead of to even, which affects about one weight in 2^17. Not
-            supported with ``Replayable`` and `DistributedDataParallel`. Default: False.
+            supported with ``Replayable``, `DistributedDataParallel` and full-tensor optimizers. Default: False.
     Raises:
         ValueError: ``split_masters=True`` is combined with ``stochastic_rounding=True`` or ``main_grads=False``.
     """
@@ -328,8 +330,9 @@ class NaiveFp16(Precision):
             become float16. Default: False.
         init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: Arguments of
             `DynamicLossScale`. Defaults: 2^16, 2.0, 0.5, 1000, 2, 0.0, inf.
-        main_grads: If True, gradients accumulate in float32. If False, gradients stay float16 until the step reads them,
-            and sums over micro-batches are rounded to float16. Default: True.
+        main_grads: If True, gradients accumulate in float32, unless torch's `DistributedDataParallel` reduces them. If
+            False, gradients stay float16 until the step reads them, and sums over micro-batches are rounded to float16.
+            Default: True.
     Raises:
         ValueError: An argument of the loss scale is out of range.
     """

@@ -111,8 +111,8 @@ RoundingKernel = Callable[[Sequence[Drawn]], Sequence[Drawn]]
 def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: RoundingKernel | None) -> None:
     """Round the source of each pair into its target, with few kernels for many tensors.
 
-    The results are bitwise those of calling `stochastic_round_` for one pair after the other, with one generator per
-    `Drawn` object, except for tensors that ``kernel`` rounds. `Drawn` objects on the same device with equal numbers of
+    On a CPU, the results are bitwise those of calling `stochastic_round_` for one pair after the other, with one generator
+    per `Drawn` object, except for tensors that ``kernel`` rounds. `Drawn` objects on the same device with equal numbers of
     pairs are rounded together. An object whose pairs have different shapes is rounded pair by pair.
 
     At most ``numel_at_once`` elements are rounded together, on a CPU at most `CACHED`. A larger tensor is rounded alone.

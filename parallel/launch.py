@@ -95,6 +95,7 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
     Raises:
         RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported.
+        ValueError: ``launcher`` is unknown.
     """
     if launcher is not None and launcher not in get_args(Launcher):
         raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
@@ -342,7 +343,7 @@ def init_distributed(
     Raises:
         RuntimeError: Variables are missing, have incorrect values, or are set by a launcher that is not supported (the
             message names them); the ranks do not connect within the timeout; or NCCL is used, and no CUDA device has
-            the index of the local rank.
+            the index of the local rank, or the communicator can't be created.
         ValueError: ``launcher`` is unknown.
 
     Collectives: the rendezvous of the default group, and with NCCL the creation of its communicator.

@@ -389,8 +389,8 @@ def layout_of(
         expert_axes: Axes along which ranks hold the layers of different experts.
         name: Name of the layer in errors.
     Raises:
-        ValueError: The layer is not supported; or both dims of its weight are sharded, or one dim over axes in another
-            order than the topology's.
+        ValueError: The layer is not supported or not declared; or both dims of its weight are sharded, or one dim over axes
+            in another order than the topology's.
     """
     found = _grid_or_cube(base, registry)
     if found is not None:

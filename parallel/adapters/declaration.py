@@ -55,7 +55,7 @@ class Adapter(NamedTuple):
         modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
         key: PEFT's name of the adapter; None for other adapters.
         layout: The layout of an adapter of meshstep; None for other adapters.
-        parameter: Name of the adapted parameter in ``base``, if it has several experts; None: "weight".
+        parameter: Name of the parameter in ``base`` that a `GroupedLoRA` adapts; None for other adapters.
     """
 
     name: str

@@ -90,7 +90,8 @@ class LoRA(AroundBase):
             default generator differ along the model axes.
         TypeError: In forward: the input or the base layer's output is a DTensor.
     Collectives: without sequence parallelism, on a column-parallel layer an all-reduce of r features per token in backward;
-    on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. For other layers, see the table in
+    on a row-parallel layer, or a vocabulary-parallel embedding, one in forward. If the base layer gathers its output or
+    scatters its input, the adapter does so too. For other layers, see the table in
     `meshstep.parallel.adapters.adapter_layout`. DoRA computes the norms of the weight's rows with further collectives, in
     the constructor and in every forward. In every forward, DoRA also converts the norms and the base bias to the layout of
     the output, which may need collectives. In the first forward with dropout, also an all-reduce over the model axes.

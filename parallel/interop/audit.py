@@ -132,7 +132,7 @@ class Audit:
         assert not audited.disagreements, audited
 
     Attributes:
-        parameters: Number of distinct parameter names on all ranks.
+        parameters: Number of distinct parameter names on all ranks; a tied parameter with several names counts once.
         disagreements: The contradictions that were found, at most one per parameter and axis.
         hints: Texts about values that contradict no declaration, but suggest one: different pipeline stages have
             parameters with equal values, which may be one tied parameter. Default: no hints.

@@ -12,7 +12,8 @@ creates a mesh on the registry's groups; a slice of a mesh is a valid mesh too.
     SequenceParallel norm, declared partial (tensor)    (Replicate(),)                 P(partial="tensor")
 
 The placements determine the layout over the axes of the DTensor's mesh. A declaration (`declare`) determines the layout
-over all other axes. A DTensor without a declaration is an error if its mesh lacks a model axis larger than 1.
+over all other axes. In an optimizer, a trained DTensor without a declaration is an error if its mesh lacks a model axis
+larger than 1.
 `fully_shard` and `parallelize_module` replace parameters, and the new parameters have no declaration. Declare them again
 afterwards, or call these functions in a `keep_specs` block.
 

@@ -115,7 +115,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
     specific matching rule is used: its full name, or else the pattern with the most literal characters.
 
     * A full name always sets the layout.
-    * A pattern does not change the layout of a parameter whose layer has declared it with `annotate`.
+    * A pattern does not change a layout that was set with `annotate`, as layers and `declare_adapters` do.
     * The pattern ``"*"`` sets the layout only of parameters that have no layout yet.
 
     If the function raises, no layout is changed.
@@ -124,10 +124,10 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         module: The model, or a submodule.
         rules: Layout per full name or pattern. None: only store the names; every parameter must have a layout already.
     Raises:
-        ValueError: A rule matches no parameter; a parameter has no layout, and no rule matches it; two equally specific
-            rules give a parameter different layouts; a pattern contradicts the layout that an earlier call set by a
-            rule (a rule ``"*"`` of an earlier call may be overridden); or a spec has more entries than its parameter
-            has dims.
+        ValueError: A rule matches no parameter; a parameter has no declared layout, and no rule matches it (the placements
+            of a DTensor are no declaration); two equally specific rules give a parameter different layouts; a pattern
+            contradicts the layout that an earlier call set by a rule (a rule ``"*"`` of an earlier call may be
+            overridden); or a spec has more entries than its parameter has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())

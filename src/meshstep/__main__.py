@@ -17,7 +17,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the module ``meshstep.COMMAND``, where COMMAND is the first argument, with the other arguments.
 
-    If the first argument is missing or is no command, write a message to stderr and exit with code 2.
+    If the first argument is ``--help``, print the commands and exit with code 0. If it is missing or is no command, write a
+    message to stderr and exit with code 2.
     """
     command = sys.argv[1:] if arguments is None else list(arguments)
     if command and command[0] in COMMANDS:

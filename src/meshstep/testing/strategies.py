@@ -83,7 +83,8 @@ def specs(
 ) -> P:
     """Return a strategy that draws a spec. Over each axis the tensor is replicated, or has a layout from ``kinds``.
 
-    Over data-parallel axes the tensor is always replicated. It is tied only over pipeline axes.
+    Over data-parallel axes the tensor is always replicated. It is tied only over pipeline axes. Along a pipeline axis that
+    the spec does not name, stages hold different tensors.
 
     Args:
         topology: Provides the axes.

@@ -421,7 +421,7 @@ class Defect:
         owner: The class, or the module of a function.
         old: Text in the source code of the method, which occurs once.
         new: The text that replaces it; ``KEPT`` is an empty dict, and ``on_new_stream`` is the function below.
-        run: A key of `RUNS`, `ON_TWO_RANKS` or `IN_BACKWARD`.
+        run: A key of `RUNS`, `ON_TWO_RANKS` or `IN_BACKWARD`; "" for a defect that is tested with other runs.
         finding: A regular expression that matches the start of each finding.
     """
 

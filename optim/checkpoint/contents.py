@@ -1,7 +1,7 @@
 """The contents of a checkpoint: tensors by key, and one record per rank.
 
 A piece is the shard of a parameter that the optimizer steps on one rank. Keys of tensors; all tensors except those under
-``piece/`` are full tensors, which do not depend on the mesh:
+``piece/`` and ``buffer/`` are full tensors, which do not depend on the mesh:
 
     model/<parameter>               the model's parameters and declared buffers
     state/<key>/<parameter>         optimizer state of the parameter's shape; pieces without a state get initial values
@@ -229,11 +229,11 @@ def part_of(region: Region, tensor: Tensor) -> SavedTensor:
 
 # The optimizer state of a shard, and its use when shards are combined on another mesh ---------------------------------
 
-# Step counts, and other optimizer states that are one number, are saved per shard: experts on different ranks may have
-# different step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same
-# layout, each shard gets its own numbers back. In another layout, a new shard may combine several saved shards. If
-# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps, ignoring shards that
-# were never stepped. Elements without a saved state get initial values.
+# Step counts, and other optimizer states that are one number, are saved per shard. `ParallelOptimizer` steps all shards
+# of a tensor or none, but earlier versions did not step a shard without a gradient, such as an expert without tokens.
+# When the checkpoint is loaded in the same layout, each shard gets its own numbers back. In another layout, a new shard
+# may combine several saved shards. If their numbers differ, the new shard gets all numbers of the saved shard with the
+# fewest steps, ignoring shards that were never stepped. Elements without a saved state get initial values.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 """The region of a shard within its parameter, as a tuple of the fields ``spans``, ``start`` and ``stop`` of `Region`."""
@@ -388,8 +388,8 @@ class PieceStates:
     saved replicas of a shard have different states, the states of these ranks are used.
 
     Attributes:
-        combined: One message per shard that `of` combined from saved shards with different states, if the optimizer had
-            stepped any of them.
+        combined: Different messages about parameters. `of` adds one if it combines saved shards with different states,
+            and the optimizer had stepped any of them.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -418,7 +418,8 @@ class PieceStates:
         """Return the state of the shard that holds ``region`` of parameter ``name``; an empty state if none was saved.
 
         The shard may combine saved shards with different states. Then it gets the numbers of the stepped shard with the
-        fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
+        fewest steps. If any of the saved shards was stepped, a message is added to `combined`, unless it is there
+        already. Raise ValueError if a state that is not a number differs between the saved shards.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -444,8 +445,9 @@ class PieceStates:
         how = [f"{min(counts):g} to {max(counts):g} steps"] if differing else []
         missing = any(not state.is_begun or state.tensors.keys() != tensors.keys() for state in states)
         how += ["no state yet"] if missing else []
-        if stepped:
-            self.combined.append(f"{name} ({', '.join(how)})")
+        message = f"{name} ({', '.join(how)})"
+        if stepped and message not in self.combined:
+            self.combined.append(message)
         return PieceState(
             tensors,
             sorted({key for state in begun for key in state.odd}),

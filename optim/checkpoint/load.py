@@ -321,8 +321,8 @@ def load_checkpoint(
     * On another mesh, random number generators keep their current states.
     * Undeclared buffers that differed between data-parallel ranks, such as batch norm statistics, come from coordinate
       0 of each data axis that this mesh does not have with the same size.
-    * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step
-      count. Elements without optimizer state get initial values. A warning names such parameters.
+    * If a new shard combines saved shards with different step counts, it continues with the smallest step count.
+      Elements without optimizer state get initial values. A warning names such parameters.
 
     Loading executes no code from the checkpoint. If another run saves under ``path`` and thereby removes the checkpoint
     while it is read, the newer checkpoint is loaded.
@@ -346,8 +346,9 @@ def load_checkpoint(
         ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; the checkpoint does
             not fit the model, optimizer or schedule; or ranks differ in ``trainable_only``, or in whether they give an
             optimizer. Model, optimizer and schedule are unchanged on all ranks.
-        RuntimeError: On every rank: a rank could not read a file, or another run replaced the checkpoint in each attempt.
-            Model, optimizer and schedule are unchanged.
+        RuntimeError: On every rank: a rank could not read a file, another run replaced the checkpoint in each attempt, or
+            `fully_shard` has not reduced the gradients that must be cleared. Model, optimizer and schedule are
+            unchanged.
         TypeError: On every rank: ``path`` is not a path. On this rank: neither an optimizer nor a registry is given, or
             a schedule without an optimizer, or the optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.

@@ -373,8 +373,9 @@ class AsyncSaver:
             RuntimeError: On every rank: the previous checkpoint could not be written.
             TypeError: On every rank: the optimizer is not a `ParallelOptimizer`.
         Collectives: gathers of Python objects over all ranks.
-        Host synchronization: as `make_snapshot`. The host does not wait for the copies of CUDA tensors; the thread
-            waits for them. Later work in the current stream, such as the next step, runs after the copies.
+        Host synchronization: yes, for step counts and similar numbers, for undeclared buffers, and for tensors in
+            ``extra``, the schedule and the param groups. The host does not wait for the copies of other CUDA tensors;
+            the thread waits for them. Later work in the current stream, such as the next step, runs after the copies.
         """
         on_all_ranks(lambda: check_is_parallel(optimizer), self.registry)
         self.wait()

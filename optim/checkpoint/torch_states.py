@@ -429,9 +429,10 @@ class TorchStates(torch.optim.Optimizer):
         """Load the result of `state_dict` into the `ParallelOptimizer`. It may come from another layout.
 
         Raises:
-            ValueError: On every rank: the state is of an optimizer with other param groups, of another class, or in
-                another precision mode. Or a state has another shape. Or a number is missing or wrong, or the text of a
-                clipping rule is wrong.
+            ValueError: On every rank: the state has other param groups, or other states of a parameter, such as missing
+                master weights. Or a state has another shape, or its layout differs between ranks. Or a number, such as
+                the loss scale, is missing or wrong, or the text of a clipping rule is wrong. The classes of the
+                optimizers are not compared.
         Collectives: object all-gathers, and all-gathers of DTensors of another layout. With `Sharded`, also an object
             all-gather and an all-reduce per state, and all-gathers of the weights that are written to the model.
         Host synchronization: yes.

@@ -48,7 +48,7 @@ Cause = Literal[
 
 
 class HookPoint(NamedTuple):
-    """A tensor in forward: the first argument of a module (``side`` "input"), or the first tensor it returns ("output")."""
+    """A value in forward: the first argument of a module (``side`` "input"), or the first value it returns ("output")."""
 
     module: str
     side: str
@@ -317,7 +317,8 @@ class Explainer:
     def _factor(self, contract: GradientContract, probes: Iterable[Probe]) -> float | None:
         """Return the derivative that ``contract`` predicts from the gradients, divided by the measured one.
 
-        Return None if the factors along the directions of ``probes`` differ, or if a factor is 0 or cannot be measured.
+        Return None if the factors along the directions of ``probes`` differ, if a factor is 0 or cannot be measured, or if
+        the ranks' predictions contradict each other.
         """
         found: list[float] = []
         for probe in probes:

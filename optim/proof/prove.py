@@ -196,8 +196,9 @@ def prove(
         registry: The process groups.
         max_parameters: Largest number of parameters to check, spread evenly over the model. None: all. Default: None.
         dtype: torch.float64: convert parameters and buffers to float64 during the proof, and ignore casts to lower
-            dtypes in the model. None: keep the parameters' dtypes; in float32, errors below half a percent are not
-            detected. Default: torch.float64.
+            dtypes in the model. None: keep the parameters' dtypes. In float32, `prove` detects an error only if it is
+            above about one percent of the effects of all parameters that it checks together, up to 64. So it may miss a
+            wrong gradient of one parameter among many. Default: torch.float64.
         seed: Seed of the random directions. Default: 0.
 
     Raises:

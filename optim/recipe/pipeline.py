@@ -231,7 +231,10 @@ class _Loss:
 def check_pipeline(
     schedule: Any, registry: ProcessGroupRegistry, data_parallel: str | None = None, optimizer: object = ...
 ) -> None:
-    """Raise an error if `Pipeline` can't train with a schedule, or if ``optimizer`` is None. Default: it is not checked."""
+    """Raise an error if `Pipeline` can't train with a schedule, or not with the other arguments.
+
+    ``data_parallel`` must not be "ddp", and ``optimizer`` must not be None. Default: neither is checked.
+    """
     if not is_schedule(schedule):
         raise TypeError(
             f"the schedule is a {type(schedule).__name__}; give a schedule of torch.distributed.pipelining, such as "

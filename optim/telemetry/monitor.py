@@ -61,7 +61,7 @@ class Report:
         unit: The unit that ``count=`` of the monitor counts. Default: "samples".
         group_norms: Gradient norm of each param group in the last step, unscaled and before clipping.
         parameter_norms: {parameter name: gradient norm in the last step}; empty if the optimizer does not measure them.
-        clipped: Fraction of clipped steps among the steps since the last report.
+        clipped: Fraction of the steps since the last report that had a clip coefficient below 1 and were not skipped.
         skipped: Fraction of skipped steps among the steps since the last report.
         utilization: Floating-point operations per second as a fraction of the devices' peak, from `Flops`. None without
             `Flops`.

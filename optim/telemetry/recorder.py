@@ -174,7 +174,7 @@ class Recorder(StepObserver):
         optimizer: The optimizer, with any layout, precision and state placement. Its device must support float64.
         path: The file. If it exists, its lines of later steps are moved to ``<path>.dropped``, as by `JsonLines`.
         every: One step in ``every`` is recorded, and also the first step; an integer >= 1. Default: 1.
-        seed: The random seed of the run, for the first line of the file only. None (default): not recorded.
+        seed: The random seed of the run. It is only written to the file. None (default): not recorded.
 
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, ``every`` or ``seed`` differs between ranks, or the device

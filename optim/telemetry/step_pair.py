@@ -63,8 +63,9 @@ class Difference:
         quantity: "layout", "weight", "gradient", "decision", "option" or "update".
         parameter: The name of the parameter that shows the cause best, or else the first of ``parameters``. None: the
             difference concerns no parameter, such as the clip coefficient.
-        parameters: All parameters that differ in this quantity and step. If the quantity is weight, gradient or update,
-            the parameter with the largest relative distance comes first.
+        parameters: All parameters that differ in this quantity and step; for an option, in the option that ``text``
+            names. If the quantity is weight, gradient or update, the parameter with the largest relative distance comes
+            first.
         cause: The probable cause, a short name.
         axis: The mesh axis of the cause, or axes joined by `` x ``. None: the cause concerns no axis, or the axis is not
             known.

@@ -499,8 +499,9 @@ class Telemetry(StepObserver):
         ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` or
             ``spectral`` matches no parameter, a label is ``"total"``, a matrix for ``spectral=`` has shards of
             unequal sizes and no declared full shape (`annotate`), or the optimizer already has a Telemetry. With
-            ``noise=`` also: gradients are reduced over data ranks before `step`, there is only one data rank, or no
-            trainable parameter's gradient comes from a single data rank's samples.
+            ``noise=`` also: gradients are reduced over data ranks before `step`, parameters are DTensors,
+            ``sum_order="fixed"`` is used, there is only one data rank, or no trainable parameter's gradient comes from a
+            single data rank's samples.
         TypeError: On every rank: ``spectral`` is not a `SpectralNorms`, ``noise`` is not a `NoiseScale`, or a label or
             glob is not a string. On this rank: the optimizer is not a `ParallelOptimizer`.
 

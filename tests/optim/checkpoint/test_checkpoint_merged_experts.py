@@ -150,7 +150,7 @@ def load(path: Path, topology: Topology, kind: str, message: str | None, **optio
 def test_merging_experts_uses_lowest_step_count_and_warns(world: World, tmp_path: Path, kind: str) -> None:
     busy, idle = world.run(2, save, tmp_path, kind, 2)
     assert (busy["step"], idle["step"]) == (6, 2)
-    (found,) = load(tmp_path, ONE, kind, r"weight \(2 to 6 steps\)\. Each continues with the fewest")
+    (found,) = load(tmp_path, ONE, kind, r"optimizer steps: weight \(2 to 6 steps\)\. Each continues with the fewest")
     assert found.keys() == busy.keys()
     for key, value in found.items():
         rows = isinstance(value, list)

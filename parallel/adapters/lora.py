@@ -346,7 +346,8 @@ def add_lora(
 
     Args:
         model: The model. All its parameters are frozen, except the factors of adapters that it has already: those that
-            `declare_adapters` finds, also PEFT's with ``modules_to_save``.
+            `declare_adapters` finds, also PEFT's with ``modules_to_save``. The factors of a module of your own stay
+            trainable only if the weight of its base layer is frozen already.
         targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names. A target
             that matches no layer is matched with the names of parameters [experts, out, in]. `GroupedLoRA` replaces the
             modules of these parameters.

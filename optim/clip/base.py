@@ -16,8 +16,8 @@ also compute all other norms that rules need. Rules must not synchronize the hos
 
 A rule object is immutable, so it can serve several optimizers. It declares its initial state (`Clip.initial`), and a
 `ClipState` keeps the current state in tensors. `ClipState` passes the tensors to `Clip.decide`, and stores the returned
-state. The state stays unchanged if the step is skipped because of a non-finite norm, ``commit=``, replicas that differ,
-or ranks that disagree. If only the rule itself skips the step, the returned state is stored.
+state. The returned state is stored if the step is not skipped, or if only the rule itself skips it. Otherwise, such as
+after a non-finite norm or a rejection by ``commit=``, the state stays unchanged.
 """
 
 from __future__ import annotations

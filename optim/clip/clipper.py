@@ -412,7 +412,8 @@ class GradientClipper:
             state = ClipState(rule) if clip is None else clip
             clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
             if clip_result.state:
-                state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
+                before = None if earlier is None else earlier.skipped
+                state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed, before))
         factors, one = clip_result.factors, self._one
         # The constant is created in the first step, because a host-to-device copy is not allowed during CUDA graph capture.
         if one is None or one.device != norms.total.device:

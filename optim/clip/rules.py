@@ -331,8 +331,7 @@ class ByName(Clip):
         return {f"{pattern}/{name}": value for pattern, rule in rules for name, value in rule.initial().items()}
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
-        factors, new, skips = list[Tensor](), dict[str, Tensor](), list[Tensor]()
-        one = torch.ones_like(norms.total)
+        factors, results, one = list[Tensor](), list[tuple[str, ClipResult]](), torch.ones_like(norms.total)
         for (pattern, rule), norm in zip(self._all, norms.named.unbind(), strict=True):
             if rule is None:
                 factors.append(one)
@@ -340,9 +339,16 @@ class ByName(Clip):
             own = {name: state[f"{pattern}/{name}"] for name in rule.initial()}
             decision = rule.decide(norms._replace(total=norm), own)
             factors.append(one if decision.factors is None else decision.factors)
-            new |= {f"{pattern}/{name}": value for name, value in decision.state.items()}
-            skips += [] if decision.skip is None else [decision.skip]
-        return ClipResult(torch.stack(factors), new, torch.stack(skips).any() if skips else None)
+            results.append((pattern, decision))
+        skips = [decision.skip for _, decision in results if decision.skip is not None]
+        skip, new = torch.stack(skips).any() if skips else None, dict[str, Tensor]()
+        for pattern, decision in results:
+            named = {f"{pattern}/{name}": value for name, value in decision.state.items()}
+            if skip is not None:  # a group whose own rule does not skip the step keeps its state if another rule does
+                keeps = skip if decision.skip is None else skip & ~decision.skip
+                named = {name: torch.where(keeps, state.get(name, value), value) for name, value in named.items()}
+            new |= named
+        return ClipResult(torch.stack(factors), new, skip)
 
 
 def _to_rule(value: OfGroup) -> Clip | None:
@@ -383,7 +389,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
 
     On every rank, it raises ValueError if the rule does not support a parameter, if one of its patterns is the first
     match of no parameter, or if a `ByName` without ``others`` has no pattern for a parameter.
-    Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none.
+    Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none; none with one rank.
     """
     if clip is None or not ClipState(clip).needs_names:
         return plan

@@ -96,6 +96,17 @@ def test_nonfinite_or_rejected_step_leaves_clip_rule_state_unchanged(label: str)
     assert values(optimizer) != before
 
 
+def test_second_clip_after_a_rejected_first_clip_leaves_rule_state_unchanged() -> None:
+    """Ranks vote only in the first clip of a window."""
+    model, optimizer = alone(ZClip(warm_up=2), commit=lambda: False)
+    optimizer.backward(model(0))
+    for _ in range(2):
+        optimizer.clip_grads()
+    stats: Any = optimizer.step()
+    assert stats.skipped
+    assert values(optimizer) == {"steps": 0.0, "mean": 0.0, "var": 0.0}
+
+
 def test_explicit_clip_leaves_rule_state_unchanged() -> None:
     model, optimizer = alone(ZClip(warm_up=2))
     step(model, optimizer)
@@ -198,6 +209,19 @@ def test_skip_spikes_applies_steps_while_the_median_of_norms_is_zero() -> None:
     model, optimizer = alone(SkipSpikes(3.0, window=4, warm_up=2))
     found = [bool(step(model, optimizer, size).spiked) for size in [0.0, 0.0, 0.0, 5.0, 0.0, 5.0]]
     assert found == [False] * 6
+
+
+def test_spike_of_one_named_group_leaves_rule_states_of_other_groups_unchanged() -> None:
+    rule = ByName({"up": SkipSpikes(3.0, window=4, warm_up=2), "gain": ByNorm(WarmUp(8.0, 2.0, 9))}, others=ZClip())
+    model, optimizer = alone(rule)
+    for _ in range(2):
+        step(model, optimizer)
+    before = values(optimizer)
+    assert step(model, optimizer, 20.0).spiked
+    changed = {name for name, value in values(optimizer).items() if value != before[name]}
+    assert changed == {"up/steps", "up/norms"}
+    step(model, optimizer)
+    assert values(optimizer)["gain/steps"] == values(optimizer)["/steps"] == 3
 
 
 # Norms that are not finite ----------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def global_norm(
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
         and every call with DTensors on new meshes also gather the meshes and compare replicas; each partial gradient takes
         one more all-reduce or reduce-scatter per partial mesh dim.
-    Host synchronization: only when ranks are compared.
+    Host synchronization: only when ranks are compared, or if gradients are not on the device of the process groups.
     """
     try:
         checked_norm_type(norm_type)
@@ -319,7 +319,7 @@ def _listed(
     """Return the parameters of one call, and ``registry``; if it is None, a registry made from the DTensors' meshes.
 
     Raises as `OneShotParams.of`, `registry_of_meshes` and `check_registry`.
-    Collectives: as `registry_of_meshes`, only if ``registry`` is None.
+    Collectives: as `registry_of_meshes` and `OneShotParams.of`, only if ``registry`` is None.
     """
     is_inferred = registry is None
     if registry is None:
@@ -400,7 +400,8 @@ def clip_grad_norm_(
         GradStats with the norm before clipping, bitwise identical on every rank.
     Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them, or
         partial gradients of DTensors were replaced by their sums. If only this rank raises, ``stats.found_inf`` is 1 on
-        the other ranks; with a rule that has several factors or clamps by value, their norm may be finite. Also:
+        the other ranks. With a rule that needs the same list in every call (see ``params``), their norm may be finite, and
+        ``found_inf`` is 0 if it is 0. Also:
         ValueError: ``max_norm`` is None or out of range; the rule does not support ``reduction`` or the parameters; or a
             later call with the same `ClipState` has parameters of other layouts or sizes, or another ``norm_type`` or
             ``reduction``.

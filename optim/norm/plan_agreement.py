@@ -143,7 +143,7 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 
     ``make`` must not issue a collective; its error on any rank is raised on every rank. With ``names``, parameter names
     are also exchanged, so that the returned plan has unique names.
-    Collectives: an object all-gather, and the collectives of `agree`.
+    Collectives: an object all-gather, and the collectives of `agree`; none with one rank.
     """
 
     def make_with_summary() -> tuple[ReductionPlan, Summary]:
@@ -190,8 +190,8 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     as ``@pipe=1``.
 
     ``plan`` comes from `agree`, without names.
-    Collectives: an object all-gather.
-    Host synchronization: yes.
+    Collectives: an object all-gather; none with one rank.
+    Host synchronization: yes, except with one rank.
     """
     return _with_names(plan, gather_objects(Called.of(plan), registry))
 

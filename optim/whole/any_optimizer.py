@@ -126,8 +126,9 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
     Collectives: per step, parameters are exchanged in rounds. In a round, each owner rank receives up to 64 MiB of
         weights and gradients, or one larger parameter. Each round has at most two all-to-alls among the ranks that step
         shards of its parameters.
-    Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own. After a
-        load, also to read the states.
+    Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own. One more
+        per sharded parameter that this rank owns and whose shard on this rank has no gradient. After a load, also to read
+        the states.
     Memory: in a step, the full weights and gradients of two rounds, the new full weights of two rounds, the
         communication buffers, and the new weights of this rank's shards. In addition, the states of the parameters that
         this rank owns.

@@ -61,6 +61,7 @@ class PackedTensors:
     Tensors with equal keys must have equal numbers of elements. ``keys=None``: the number of elements is the key.
 
     Attributes:
+        tensors: Views of the buffer, in the order of ``shapes``.
         flat: The buffer. Elements between two tensors have no meaning.
         stacks: {key: (indices, stack)}: the indices of the tensors with this key, and a view of the buffer with one of
             these tensors at the beginning of each row.

@@ -537,8 +537,8 @@ class Homes:
 
         Args:
             values: As in `map`.
-            compute: Called on the owner rank only, for each set of matrices in `own` with equal shapes in a round. On a
-                CPU without `ParallelOptimizer`, it is called for one matrix at a time.
+            compute: Called on the owner rank only, for each set of matrices in `own` with equal shapes in a round. Without
+                `ParallelOptimizer`, it is called for one matrix at a time, unless ``device`` is a GPU.
             device: As in `map`.
         Returns:
             An iterator of {position: shard of the result in the full tensor's dtype}: on a GPU at most one dict per

@@ -113,8 +113,8 @@ class WholeOptimizer(torch.optim.Optimizer):
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
         skip_of: For each parameter whose missing gradient was replaced by zeros, a 0-dim flag: 1 if no rank has a gradient
-            of the full tensor. `UpdateEngine` sets it during a step. If a parameter has no gradient and no flag, no
-            rank may have a gradient of its full tensor.
+            of the full tensor, or if the step is skipped. `UpdateEngine` sets it during a step. If a parameter has no
+            gradient and no flag, no rank may have a gradient of its full tensor.
         divides_gradients: True: on a GPU, `updates` divides gradients by the scale itself, so `step` does not compute
             `Slot.grad` in advance.
         fixed_order: True: the rounding of a tensor's update must not depend on the tensors that are computed together
@@ -303,7 +303,8 @@ class WholeOptimizer(torch.optim.Optimizer):
             RuntimeError: The number of tensors in the param groups is not the number of tensors that `bind` received.
             ValueError: `bind` was not called, and a parameter does not fit the optimizer (see the subclass).
 
-        Collectives, host synchronization: those of the subclass's `updates`.
+        Collectives, host synchronization: those of the subclass's `updates`. One more host synchronization per parameter in
+            ``skip_of`` whose states `updates` replaces.
         """
         loss = None
         if closure is not None:
@@ -646,7 +647,8 @@ class HomeOptimizer(WholeOptimizer):
         """Set `tensors`, and choose the owner rank of each matrix.
 
         Raises:
-            ValueError: On every rank: on some rank, the optimizer got states before `ParallelOptimizer` bound it.
+            ValueError: On every rank: on some rank, the optimizer got states of matrices before `ParallelOptimizer` bound
+                it.
 
         Collectives: an object all-gather; none with one rank.
         """

@@ -348,13 +348,15 @@ class Shampoo(PreconditionedOptimizer):
     Collectives: per step, gradients are exchanged in rounds. In a round, each owner rank receives full matrices of up
         to 64 MiB, or one larger matrix. Each round has at most two all-to-alls among the ranks that step shards of its
         matrices.
-    Host synchronization: on CUDA, one per stack of new roots, to check that the eigenvalue solver converged. In the
+    Host synchronization: on CUDA, one per stack of new roots, to check that the eigenvalue solver converged. Matrices that
+        are computed together (see Memory) have one stack of roots per side, other matrices one root per side. In the
         first step, and in the first step after a load, also to read step counts. In other steps, the host waits for the
         end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
         matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
-        together, with copies of 34 million elements of their states, or of the states of one matrix.
+        together if ``factor_dtype`` is the dtype of their parameters. This needs copies of up to 34 million elements of
+        their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -532,12 +534,13 @@ class SOAP(PreconditionedOptimizer):
     Collectives: per step, gradients are exchanged in rounds. In a round, each owner rank receives full matrices of up
         to 64 MiB, or one larger matrix. Each round has at most two all-to-alls among the ranks that step shards of its
         matrices.
-    Host synchronization: in the first step, and in the first step after a load. In other steps, the host waits only for
-        the end of the previous step.
+    Host synchronization: in each step until every matrix has been stepped once, and in the first step after a load. In
+        other steps, the host waits only for the end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
         on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
         matrices and buffers of the exchange, as in `Muon`. On a GPU, matrices of equal shapes in a round are computed
-        together, with copies of 34 million elements of their states, or of the states of one matrix.
+        together if ``factor_dtype`` is the dtype of their parameters. This needs copies of up to 34 million elements of
+        their states, or of the states of one matrix.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0

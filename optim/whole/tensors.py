@@ -166,7 +166,7 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
     all other dims together are the columns.
 
     The blocks are those of the first glob in ``blocks`` that matches ``name``; without a match, those of ``spec``.
-    Raise ValueError if they do not fit the rows.
+    Raise ValueError if the blocks of a glob do not fit the rows.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
@@ -569,7 +569,8 @@ class WholeTensors:
         """Return a number per position, which is equal for stepped tensors with equal layouts.
 
         Layouts are equal if the full tensors have the same shape, dtype and ranks, and this rank's shards have the same
-        region and shape. Region and shape are not compared if sums over the tensors need no collective.
+        region and shape, and contribute the same boxes to sums. Regions, shapes and boxes are not compared if sums over the
+        tensors need no collective.
         """
         numbers: dict[Any, int] = {}
         found = []
@@ -583,7 +584,7 @@ class WholeTensors:
         return found
 
     def alike(self, positions: Iterable[int]) -> list[list[int]]:
-        """Divide the positions into lists of stepped tensors with equal layouts (shape, dtype, ranks and region).
+        """Divide the positions into lists of stepped tensors with equal layouts (see `_layouts`).
 
         The tensors of a list have at most `batching.CHUNK` elements together, unless the list has one position. If every
         rank that steps a full tensor holds all of it, these ranks put it into equal lists. So a kernel that sums over a

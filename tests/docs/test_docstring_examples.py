@@ -205,7 +205,7 @@ def example_of(doc: str) -> str:
 
 
 def documented(package: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, docstring) of an exported name and of its own public methods."""
+    """Yield (dotted name, docstring) of an exported name and of its own public methods and properties."""
     found = getattr(import_module(package), name)
     yield name, (vars(found).get("__doc__") if isinstance(found, type) else getattr(found, "__doc__", "")) or ""
     for key, value in vars(found).items() if isinstance(found, type) else ():

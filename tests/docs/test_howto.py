@@ -1,7 +1,7 @@
 """How-to pages that need several ranks, other packages, or pytest: their snippets print what the page shows.
 
-The other how-to pages run in test_pages.py. ``python tests/docs/test_howto.py PAGE``, with ``tests/harness`` on the path,
-writes the printed text into the page.
+CLUSTERS.md runs in test_clusters.py, and the other how-to pages run in test_pages.py.
+``python tests/docs/test_howto.py PAGE``, with ``tests/harness`` on the path, writes the printed text into the page.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ KERNELS: tuple[Kernels, ...] = ("auto", "torch")
 def test_native_loop_power_sums_match_reference_within_1e_minus_14(
     shape: tuple[int, ...], dtype: torch.dtype, p: float, variant: str, offset: int, scale: float, seed: int
 ) -> None:
-    """Shapes, dtypes, alignments and scales are drawn. With scales 1e-30 and 1e30, powers must not underflow or overflow."""
+    """Shapes, dtypes, alignments and scales are drawn. Powers must not underflow at 1e-30, or overflow at 1e30."""
     values = some_values(shape, dtype, scale, seed)
     shifted = torch.zeros(values.numel() + offset, dtype=dtype)[offset:].view(shape).copy_(values)
     strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)

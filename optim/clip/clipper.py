@@ -144,10 +144,10 @@ class StepDecision(NamedTuple):
     """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor`` in the update.
 
     ``factor`` is a 0-dim factor that the update must apply; None: gradients are already multiplied, or need no factor.
-    ``past`` is True if the step is skipped because some gradients were not computed by `ParallelOptimizer.backward`;
-    None: not checked. ``problem`` is the exception that ``commit=`` raised on this rank. ``shard_counts`` has for each
-    logical parameter the number of its shards with a gradient, summed over all ranks; None: not counted, for example
-    because no parameter is sharded.
+    ``past`` is True if the step is skipped because its gradients bypassed `ParallelOptimizer.backward`, or in
+    `clip_grad_norm_` because a rank found an error (``"bypassed"`` in `GradScaleInfo`); None: not checked. ``problem`` is
+    the exception that ``commit=`` raised on this rank. ``shard_counts`` has for each logical parameter the number of its
+    shards with a gradient, summed over all ranks; None: not counted, for example because no parameter is sharded.
     """
 
     stats: GradStats
@@ -415,7 +415,7 @@ class GradientClipper:
                 before = None if earlier is None else earlier.skipped
                 state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed, before))
         factors, one = clip_result.factors, self._one
-        # The constant is created in the first step, because a host-to-device copy is not allowed during CUDA graph capture.
+        # The constant is created in the first step, because `Constants` creates none during the capture of a CUDA graph.
         if one is None or one.device != norms.total.device:
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse

@@ -33,8 +33,8 @@ class Constants:
     ) -> Tensor:
         """Return a 1-dim tensor on ``device`` with the given values. Equal keys must mean equal values.
 
-        A copy from the host can't be captured: if a CUDA graph is being captured and the tensor is not cached,
-        RuntimeError is raised.
+        RuntimeError is raised if a CUDA graph is being captured and the tensor is not cached, because each replay would
+        repeat the copy from the host.
         """
         key = (key, dtype, device)
         if key in self._of_graphs:

@@ -172,9 +172,9 @@ class GradStats:
         clip_coef: 0-dim, same dtype: the clip coefficient; the smallest one if the rule has several. 1 without
             clipping, if the rule only clamps (`ByValue`), or if the norm is non-finite. If some param groups have a
             ``max_norm``, it is the coefficient of the groups without one.
-        found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
-            `backward`. The step is then skipped. From `clip_grad_norm_`, also 1 if the call raised an error on another
-            rank. See `skipped` for all reasons to skip.
+        found_inf: 0-dim float32: 1 if the norm is non-finite. With a loss scale, also 1 if there are new gradients, but no
+            rank multiplied a loss of the accumulation window by the scale. The step is then skipped. From
+            `clip_grad_norm_`, also 1 if the call raised an error on another rank. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.
         loss_scale: 0-dim: the factor on the loss in backward. None without a loss scale.
         parameter_norms: The global p-norm of each logical parameter, by name. Empty without ``per_parameter_norms=True``.

@@ -90,7 +90,8 @@ class Update(NamedTuple):
         slot: The tensor, with its gradient and state.
         param: The new values of the tensor. ``slot.param`` itself if they do not change, or if `WholeOptimizer.descend`
             has written them already.
-        state: The new values of the states that change, by name.
+        state: The new values of the states that change, by name, except of those that `WholeOptimizer.updates` has changed
+            in place.
     """
 
     slot: Slot

@@ -8,7 +8,8 @@ the copy, until the first failure. A fault that no test finds survives: write a 
 `EQUIVALENT` with the reason why no test can fail. A fault whose tests do not end in time is "endless".
 
 ``--listed`` plants the faults in `LISTED`, which have survived earlier runs. ``--random`` draws faults with ``--seed``,
-``--only`` restricts them to files whose path begins with a prefix. ``--tests`` runs these tests instead of the chosen ones.
+``--only`` restricts them to files, or to folders whose path begins with a prefix. ``--tests`` runs these tests instead of
+the chosen ones.
 ``--show`` prints the faults without running tests.
 
 ``--fresh SEED COUNT`` draws faults from the whole core, of more kinds than ``--random``: a file in proportion to its
@@ -18,8 +19,8 @@ resemble those of the function.
 
 ``--record RECORD.json`` plants no faults. It runs the tests of the library once, and records the code that each executes.
 ``--executed RECORD.json`` runs tests that execute the changed code, as many as take a minute without a fault. Half of them
-are the tests that execute the least other code; the other half come from the test files that ``--fresh`` chooses. A fault
-in code that no test executes survives without a run.
+are the tests that execute the least other code; the other half come first from the files that name the changed function
+and its module. A fault in code that no test executes survives without a run.
 """
 
 from __future__ import annotations
@@ -912,7 +913,10 @@ def _between(fault: object, start: int, stop: int, node: ast.AST, operator: ast.
 
 
 def draw(count: int, seed: int, prefixes: tuple[str, ...]) -> list[Fault]:
-    """Return ``count`` random faults in the modules whose paths begin with one of ``prefixes``."""
+    """Return ``count`` random faults, or all if there are fewer.
+
+    They are in the files among ``prefixes``, and in the folders whose paths begin with one of ``prefixes``.
+    """
     paths = sorted(path for prefix in prefixes for path in ROOT.glob(f"{prefix.rstrip('/')}*/**/*.py"))
     paths += sorted(ROOT / prefix for prefix in prefixes if prefix.endswith(".py"))
     everything = [fault for path in paths for fault in faults_in(path) if fault.key not in EQUIVALENT]

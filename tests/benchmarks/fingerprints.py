@@ -30,7 +30,7 @@ from meshstep.optim import Fingerprints, ParallelOptimizer, Replayable, ReplicaM
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from world import World
 
-AT_A_TIME = 500  # steps per call, because a call may take a minute at most
+AT_A_TIME = 500  # steps per call, because a call may take three minutes at most
 
 
 def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable[[], object]]:
@@ -90,7 +90,7 @@ def clean(name: str, steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the table")
-    parser.add_argument("--width", type=int, default=256, help="of the transformer: 512 has 30M parameters")
+    parser.add_argument("--width", type=int, default=256, help="of the transformer: 512 has 21M parameters")
     parser.add_argument("--clean", type=int, default=10_000, help="steps in all layouts together")
     arguments = parser.parse_args()
     world, parted = World(), False

@@ -432,7 +432,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-triton", action="store_true", help="use torch's kernels only")
     parser.add_argument(
-        "--seconds", type=float, default=8.0, help="no more than five rounds per table after this time (default: 8)"
+        "--seconds", type=float, default=8.0, help="after this time, a table gets no rounds beyond five (default: 8)"
     )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -111,7 +111,10 @@ class Duplicated:
 
 
 def timed(width: int, layers: int, rounds: int, chosen: list[str]) -> dict[str, list[float]]:
-    """Return the seconds of each step by method, and the CPU seconds of Newton-Schulz on this rank."""
+    """Return wall and CPU seconds of each step by method, and for "homes" the CPU seconds of Newton-Schulz on this rank.
+
+    "share of the work" is the largest cost of a rank by the library's estimate, divided by the mean.
+    """
     busy = [0.0]
 
     def clocked(*args: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60] [--norm]
 
-A step is zero_grad, forward, backward with gradient reduction, clipping by the global norm, and fused AdamW, on a small
+A step is zero_grad, forward, backward, gradient reduction, clipping by the global norm, and fused AdamW, on a small
 transformer over gloo ranks with one thread per rank. Each round times every contender once, and begins with another
 contender, so that other load affects all of them. The columns: median and minimum wall time of the slowest rank;
 median ratio to the first contender in the same round, and ratio of the minima; median CPU time of all ranks, and its median

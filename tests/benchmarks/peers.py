@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Contender:
-    """One way to step. ``refill`` writes the gradients as backward does, and is not timed."""
+    """One way to step. ``refill`` writes the gradients as backward does; it is timed only with ``--train``."""
 
     refill: Callable[[], object]
     step: Callable[[], object]

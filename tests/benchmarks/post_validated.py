@@ -1,7 +1,7 @@
 """Time a step that does not wait for the global norm.
 
-It updates with clip coefficient 1 during the all-reduce, and repeats the update from saved inputs if the decision is to
-clip or to skip.
+It updates with clip coefficient 1 during the all-reduce. If the decision is to clip, it repeats the update from saved
+inputs; if it is to skip, it restores them.
 
     python tests/benchmarks/post_validated.py [--numel 4 30] [--seconds 20]      # times
     python tests/benchmarks/post_validated.py --check                            # bitwise comparison with synchronous steps

@@ -3,13 +3,14 @@
     python tests/benchmarks/step.py [--seconds 20]
 
 Rounds of all contenders are interleaved, so that other load affects all of them. Each row is the median over the rounds of
-(contender / bare) in the same round. On one CPU thread it is CPU time, which is independent of other load; else wall time.
+(contender / first row) in the same round. On one CPU thread it is CPU time, which is independent of other load; else wall
+time. The last table compares norms of DTensors instead of steps.
 
-The last column is the share of the memory bandwidth: the least bytes that such a step must read and write, divided by the
-time, relative to a multiplication of the parameters in place in the same rounds, which reads and writes each element once.
-(A copy would be a wrong reference: before a CPU writes to memory that is not in its cache, it reads it.) AdamW reads each
-gradient, and reads and writes the parameter and two states: 28 bytes per float32 element. The norm, which must be known
-first, reads the gradient once more.
+The last column of the other tables is the share of the memory bandwidth: the least bytes that such a step must read and
+write, divided by the time, relative to a multiplication of the parameters in place in the same rounds, which reads and
+writes each element once. (A copy would be a wrong reference: before a CPU writes to memory that is not in its cache, it
+reads it.) AdamW reads each gradient, and reads and writes the parameter and two states: 28 bytes per float32 element. The
+norm, which must be known first, reads the gradient once more.
 """
 
 from __future__ import annotations

@@ -553,11 +553,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             RuntimeError: One of these cases:
 
                 * On this rank, and all ranks skip the step: a backward of the window raised, without ``data_parallel``
-                  and with ``sum_order="any"``; or other code wrote weights that have master weights.
+                  and with ``sum_order="any"``; other code wrote weights that have master weights; or a parameter was
+                  unfrozen without `refresh`.
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
                   gradients (see `mark_last_micro_batch`); a backward of the window raised in other cases, or bypassed
-                  the optimizer after gradients were reduced; a parameter was converted to another dtype or device; or,
-                  with one rank, a parameter was unfrozen without `refresh`.
+                  the optimizer after gradients were reduced; or a parameter was converted to another dtype or device.
                 * On every rank, in the first step: there are no gradients; a pipeline schedule divided gradients twice;
                   or the model has trainable parameters that no optimizer has (see ``on_missing_params``).
                 * On every rank, in the second or 16th step: other code has written weights that the step would overwrite
@@ -569,12 +569,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
                   differ in weights, clipping, hyper-parameters or frozen parameters; a parameter that is replicated over
-                  a model axis has a gradient on only some of its ranks; a parameter was unfrozen on any rank without
-                  `refresh`; any rank had an error for which all ranks skip the step; or an earlier step raised another
-                  error on some ranks only, after which all steps are skipped. Such a step is skipped. The error comes
-                  16 steps late, but at once with ``on_nonfinite="raise"``, and in the first step unless only a
-                  gradient is missing. With ``check_replicas="first"`` a missing gradient is a `ReplicaMismatchError` in
-                  the first step.
+                  a model axis has a gradient on only some of its ranks; any rank had an error for which all ranks
+                  skip the step; or an earlier step raised another error on some ranks only, after which all steps are
+                  skipped. Such a step is skipped. The error comes 16 steps late, but at once with
+                  ``on_nonfinite="raise"``, and in the first step unless only a gradient is missing. With
+                  ``check_replicas="first"`` a missing gradient is a `ReplicaMismatchError` in the first step.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:

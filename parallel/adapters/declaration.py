@@ -100,10 +100,10 @@ def declare_adapters(
     Returns:
         The specs by the names of the declared parameters.
     Raises:
-        ValueError: The model has no adapter; a base layer is not supported or not declared; a factor has a shape that does
-            not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The message names the
-            layer. No layout is declared in these cases, except that deriving a registry declares undeclared parameters
-            ``P()``.
+        ValueError: The model has no adapter, and the topology has no pipeline axes; a base layer is not supported or not
+            declared; a factor has a shape that does not fit its base layer; or PEFT's own forward or backward is wrong on
+            this base layer. The message names the layer. No layout is declared in these cases, except that deriving a
+            registry declares undeclared parameters ``P()``.
     Collectives and host synchronization: none, unless the registry is derived from the model.
     """
     registry = registry or registry_in(model)
@@ -118,7 +118,7 @@ def declare_adapters(
             _check_shape(param, name, spec, full, layout, _INSTEAD if adapter.key is None else _INSTEAD_OF_PEFT)
             decided[name] = (param, spec, None if layout.stacked else full)
     saved = list(saved_modules(model))
-    if not decided and not saved:
+    if not decided and not saved and not registry.topology.pipe_axes:  # a pipeline stage may have no adapter
         raise ValueError(
             f"found no adapter in {type(model).__name__}: expected layers of PEFT or add_lora, or a module with two "
             "factors, such as lora_A and lora_B or A and B, and exactly one other layer; add the adapters before this call"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -371,10 +371,12 @@ def add_lora(
         matching = {name: module for name, module in modules.items() if name and _is_target(name, target)}
         of_experts = [] if matching else [name for name in grouped if _is_target(name, target)]
         if not matching and not of_experts:
+            _check_experts_adapted(modules, target)
+            is_stage = registry is not None and registry.topology.size(*registry.topology.pipe_axes) > 1
             raise ValueError(
                 f"target {target!r} is the name of no module of {type(model).__name__}; its modules are "
                 f"{some([*filter(None, modules)]) or 'none'}; give the name of a layer, or of a parameter "
-                "[experts, out, in]"
+                f"[experts, out, in]{', that this pipeline stage has' * is_stage}"
             )
         if adapted := [name for name, module in matching.items() if isinstance(module, LoRA) or is_of_peft(module)]:
             raise ValueError(
@@ -420,6 +422,18 @@ def _parameters_of_experts(model: nn.Module) -> list[str]:
         for name, param in model.named_parameters()
         if param.dim() == 3 and "lora_" not in name and name.rpartition(".")[0] not in adapted
     ]
+
+
+def _check_experts_adapted(modules: Mapping[str, nn.Module], target: str) -> None:
+    """Raise ValueError if ``target`` is the name of a parameter of a module that a `GroupedLoRA` adapts already."""
+    for name, module in modules.items():
+        if isinstance(module, GroupedLoRA):
+            own = [f"{name}.{each}".lstrip(".") for each, _ in module.base_layer.named_parameters(recurse=False)]
+            if any(_is_target(each, target) for each in own):
+                raise ValueError(
+                    f"target {target!r}: {name or 'the model'} has LoRA adapters already; name all parameters of this "
+                    "module in one call of add_lora"
+                )
 
 
 def _seeded_lora(

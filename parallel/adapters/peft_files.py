@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ..interop.local_parameters import local_tensor, spec_of
 from ..layout.shard import shard, unshard
 from ..layout.spec import P
-from ..mesh.agreement import gather_objects, on_all_ranks
+from ..mesh.agreement import gather_objects, on_all_ranks, on_all_ranks_with
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import some
 from .adapter_search import saved_modules
@@ -74,24 +75,26 @@ def save_adapter(
             null. Default: None.
     Raises:
         ModuleNotFoundError: The package safetensors is not installed.
-        ValueError: On every rank: a rank's model has no adapter of this name; adapters have different settings
-            ``use_rslora`` or ``use_dora``; a factor is declared with other shards than its base layer requires; the ranks
-            have different experts that are in no `nn.ModuleList`; or stages have different adapters of the same name.
+        ValueError: On every rank: a rank's model has no adapter of this name (with pipeline axes: all ranks' models);
+            adapters have different settings ``use_rslora`` or ``use_dora``; a factor is declared with other shards than its
+            base layer requires; the ranks have different experts that are in no `nn.ModuleList`; or stages have different
+            adapters of the same name.
     Collectives: all-gathers of each factor over the axes that shard it, and object all-gathers over the world.
     Host synchronization: yes.
     """
     registry = registry or registry_in(model)
     settings: dict[str, Settings] = {}
 
-    def prepare() -> tuple[Any, list[StoredParameter]]:
+    def prepare() -> tuple[tuple[Any, list[StoredParameter]], bool]:
         save_file, found = _safetensors().save_file, list[StoredParameter]()
-        for adapter in _adapters(model, adapter_name):
+        for adapter in _adapters(model, adapter_name, registry):
             names, params = _stored_parameters(adapter, model, registry)
             settings.update((name, _settings_of(adapter)) for name in names)
             found += params
-        return save_file, [*found, *_saved_parameters(model, adapter_name, registry)]
+        return (save_file, [*found, *_saved_parameters(model, adapter_name, registry)]), bool(settings)
 
-    save_file, params = on_all_ranks(prepare, registry)
+    (save_file, params), have_adapters = on_all_ranks_with(prepare, registry)
+    _check_any(have_adapters, adapter_name)
     tensors = dict[str, Tensor]()
     for param, spec, keys, pack, _ in params:
         full = pack(unshard(local_tensor(param), spec, registry).cpu())
@@ -154,11 +157,11 @@ def load_adapter(
     """
     registry = registry or registry_in(model)
 
-    def read() -> list[tuple[Tensor, Tensor]]:
+    def read() -> tuple[list[tuple[Tensor, Tensor]], bool]:
         stored: dict[str, Tensor] = _safetensors().load_file(os.path.join(folder, _TENSORS))
         config = json.loads(Path(folder, _CONFIG).read_text())
         params: list[StoredParameter] = []
-        for adapter in _adapters(model, adapter_name):
+        for adapter in (adapters := _adapters(model, adapter_name, registry)):
             if is_merged(adapter.module):
                 raise ValueError(
                     f"the adapter of {adapter.name} is merged, so a later unmerge() would subtract other factors than "
@@ -177,9 +180,11 @@ def load_adapter(
                 f"{os.fspath(folder)} lacks {some(missing) or 'nothing'} and has {some(unused) or 'nothing'} that the "
                 "model does not have; add adapters to the same layers as in the saved model"
             )
-        return [_part_of(stored, param, registry) for param in params]
+        return [_part_of(stored, param, registry) for param in params], bool(adapters)
 
-    for param, value in on_all_ranks(read, registry):
+    values, have_adapters = on_all_ranks_with(read, registry)
+    _check_any(have_adapters, adapter_name)
+    for param, value in values:
         local_tensor(param).copy_(value)
 
 
@@ -192,13 +197,17 @@ def _safetensors() -> Any:
         ) from error
 
 
-def _adapters(model: nn.Module, key: str) -> list[Adapter]:
+def _adapters(model: nn.Module, key: str, registry: ProcessGroupRegistry) -> list[Adapter]:
+    """Return the adapters with PEFT's name ``key``. Only with pipeline axes, a rank may have none."""
     found = [adapter for adapter in adapters_of(model) if adapter.key in (None, key)]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no adapter named {key!r}; add adapters with add_lora, or give adapter_name="
-        )
+    if not registry.topology.pipe_axes:
+        _check_any([bool(found)], key, f"{type(model).__name__} has no")
     return found
+
+
+def _check_any(have_adapters: Iterable[bool], key: str, problem: str = "the model has on no rank an") -> None:
+    if not any(have_adapters):
+        raise ValueError(f"{problem} adapter named {key!r}; add adapters with add_lora, or give adapter_name=")
 
 
 def _stored_parameters(
@@ -304,7 +313,7 @@ def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str 
             if values[key] != first[key]:
                 raise ValueError(
                     f"{key} is {first[key]} for {first_name} and {values[key]} for {name}, but PEFT's configuration file "
-                    f"stores one {key} for all layers; save adapters with different values from separate models"
+                    f"stores one {key} for all layers; save the model with save_checkpoint instead"
                 )
     return {
         "peft_type": "LORA",
@@ -333,10 +342,10 @@ def _check_settings(name: str, adapter: Adapter, config: Mapping[str, Any]) -> N
     settings = _settings_of(adapter)
     for key in _SETTINGS:
         value = settings[key]
-        stored = config.get(key, False)
-        for pattern, other in (config.get(patterns.get(key, ""), None) or {}).items():
-            if name == pattern or name.endswith(f".{pattern}"):
-                stored = other
+        found: Mapping[str, Any] = config.get(patterns.get(key, ""), None) or {}
+        # `save_adapter` writes full names. PEFT uses the first pattern that matches the end of the name.
+        matching = (found[each] for each in found if re.match(rf"(.*\.)?({each})$", name))
+        stored = found[name] if name in found else next(matching, config.get(key, False))
         if stored != value:
             argument = "alpha" if key == "lora_alpha" and adapter.key is None else key  # PEFT's argument is lora_alpha
             raise ValueError(

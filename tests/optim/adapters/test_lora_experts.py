@@ -396,6 +396,21 @@ def test_lora_of_stacked_experts_rejects_unsupported_options_and_targets() -> No
 def test_add_lora_on_grouped_lora_module_raises_and_changes_nothing() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = GroupedLoRA(GroupedModel("single", registry).experts, ["up"], R, ALPHA, registry)
-    with pytest.raises(ValueError, match="target 'up' is the name of no module of GroupedLoRA"):
+    with pytest.raises(
+        ValueError, match="target 'up': the model has LoRA adapters already; name all parameters of this"
+    ):
         add_lora(model, "up", R, ALPHA, registry)
     assert type(model.base_layer) is Grouped
+
+
+def test_second_add_lora_call_for_another_parameter_of_experts_raises_with_remedy() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    model = GroupedModel("single", registry)
+    add_lora(model, "experts.up", R, ALPHA, registry)
+    for target in ("experts.down", "down", "*.down"):
+        with pytest.raises(
+            ValueError, match=": experts has LoRA adapters already; name all parameters of this module in"
+        ):
+            add_lora(model, target, R, ALPHA, registry)
+    adapters = add_lora(GroupedModel("single", registry), ["experts.up", "experts.down"], R, ALPHA, registry)
+    assert {*adapters["experts"].lora_A} == {"up", "down"}

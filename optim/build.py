@@ -515,8 +515,9 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# Replica checks compare the stepped tensors. A second check compares the model's parameters in two cases: `Sharded` is
-# used; or `Fingerprints` is used together with master weights or any state placement.
+# `Fingerprints` compare the stepped tensors, and other replica checks `SteppedTensor.replica_tensor`. A second check
+# compares the model's parameters in two cases: `Sharded` is used; or `Fingerprints` is used together with master weights
+# or any state placement.
 
 
 def replica_checks(

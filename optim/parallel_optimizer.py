@@ -104,8 +104,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     same methods in the same order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
 
     A frozen parameter (``requires_grad=False``) is not stepped, and takes no memory in optimizer states, master weights
-    and gradient buckets. It needs a declaration only to be trained; without one, it is left out of the param groups.
-    You may freeze parameters between steps, on all ranks. After you unfreeze parameters, call `refresh`.
+    and gradient buckets. It needs a declaration only to be trained. If its layout over a model axis is not declared, it
+    is left out of the param groups. You may freeze parameters between steps, on all ranks. After you unfreeze
+    parameters, call `refresh`.
 
     Args:
         optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`,
@@ -114,7 +115,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             parameter's first step, SGD of half-precision parameters on a CPU in torch 2.11 to 2.13, and Adagrad in
             torch 2.11. These and other optimizers cost one more pass over the gradients and one host synchronization
             per step. `meshstep.optim.whole.whole` also reads the skip flag on the host. The constructor raises ValueError
-            for fused Adagrad with parameters on a GPU in torch 2.11.
+            for fused Adagrad that steps parameters on a GPU in torch 2.11.
             The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
             is the index of its optimizer in the list.
             The param groups are changed: in modes with master weights they hold the master weights afterwards, and for
@@ -134,7 +135,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             Default: 2.
         reduction: How the norm is summed over ranks: ``"packed"`` (default) with one collective over all ranks,
             ``"per_group"`` with one collective per kind of layout over the mesh and one over all ranks. They are
-            all-reduces, or all-gathers of norms for ``norm_type`` >= 12. See `GlobalNorm`.
+            all-reduces, or all-gathers of norms for ``norm_type`` >= 12. See `GlobalNorm`. With ``sum_order="fixed"``
+            the norm takes up to two collectives.
         per_parameter_norms: True: report the norm of every logical parameter in ``GradStats.parameter_norms``. Default:
             False.
         precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and
@@ -154,9 +156,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it and the buckets
             before it, in the last micro-batch of a window. If you decide when to step, run the other micro-batches
             under `no_sync`. Gradients of DTensors, of owned parameters and of uneven shards are reduced after backward,
-            and so are gradients that are also summed over other axes (partial and tied gradients). If a data axis may
-            shard the model (experts), all gradients are reduced after backward, because ranks could otherwise wait for
-            each other. False (default): `step` reduces gradients.
+            and so are gradients that are also summed over other axes (partial and tied gradients). If the model may
+            issue collectives over a data axis (experts, context parallelism; see `Sharded`), all gradients are reduced
+            after backward, because ranks could otherwise wait for each other. False (default): `step` reduces gradients.
         compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None (default): in the
             gradients' own dtype. It has no effect on `Sharded`, which has its own ``compression`` argument, or on a
             ``data_parallel`` module.
@@ -170,10 +172,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit; only
             `Fingerprints` distinguishes NaNs, and 0 from -0. If they differ, every rank raises `ReplicaMismatchError`
             before anything is stepped.
-            ``"first"`` (default): in the first step with a finite norm, also after parameters were added. This finds
-            different seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
-            tensor-parallel ranks, and a replica declared sharded (ValueError). If gradients of replicas are zero in that
-            step, such as those of LoRA's factor A while B is zero, the next step compares once more.
+            ``"first"`` (default): in the first step with a finite norm, and again after `add_param_group` and `refresh`.
+            This finds different seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different
+            batches on tensor-parallel ranks, and a replica declared sharded (ValueError). If gradients of replicas are
+            zero in that step, such as those of LoRA's factor A while B is zero, the next step compares once more.
             True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
             synchronization per step.
             False: never, for replicas that may differ by rounding (see `align_replicas`).
@@ -433,7 +435,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   ``loss.backward()`` within it.
                 * The gradients of the window are already clipped, or an earlier backward of the window has reduced them
                   (``overlap=True``).
-                * With ``sum_order="fixed"`` or ``Sharded(gradients=True)``, gradients of the previous window are not None.
+                * With ``Sharded(gradients=True)``, `zero_grad` of this optimizer was not called after the previous step.
+                * With ``sum_order="fixed"``, a parameter has a gradient before the micro-batch, even a gradient of zeros.
+                * With ``overlap=True`` or ``Sharded(gradients=True)``, a parameter got a second gradient in one backward
+                  after the first had been reduced, as with re-entrant activation checkpointing.
                 * An earlier backward of the window raised: call `zero_grad`, which then abandons the window. Or any
                   earlier backward raised within a `fully_shard` module in ``data_parallel``, and its ``reset_iter_state``
                   (torch 2.14 or later) was not called.
@@ -545,19 +550,22 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 number; all ranks skip the step.
             ValueError: A closure is given, or, on every rank, shards of a parameter are replicas (see
                 ``check_replicas``), or a check of the first step finds a wrong set-up, such as a
-                `DistributedDataParallel` around sharded parameters. Or on this rank: a ``"max_norm"`` of a param group
-                is invalid, or changed without `refresh` although some ranks have fewer param groups; all ranks skip
-                the step.
+                `DistributedDataParallel` around sharded parameters. Or on this rank: the gradient of a DTensor has
+                unsupported placements or is no DTensor, or a ``"max_norm"`` of a param group is invalid, or changed
+                without `refresh` although some ranks have fewer param groups; all ranks skip the step.
             Exception: On this rank: the exception of ``commit``, or of a `StepObserver` before the update; all ranks
                 skip the step. Or the exception of a `StepObserver` around the update; the step is taken.
             RuntimeError: One of these cases:
 
                 * On this rank, and all ranks skip the step: a backward of the window raised, without ``data_parallel``
-                  and with ``sum_order="any"``; other code wrote weights that have master weights; or a parameter was
-                  unfrozen without `refresh`.
-                * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
-                  gradients (see `mark_last_micro_batch`); a backward of the window raised in other cases, or bypassed
-                  the optimizer after gradients were reduced; or a parameter was converted to another dtype or device.
+                  and with ``sum_order="any"``; master weights can't be updated, usually because other code wrote the
+                  model's weights; or a parameter was unfrozen without `refresh`.
+                * On this rank: a GradScaler calls `step`, and is torch's own or does not work with ``precision`` or
+                  ``states``; `fully_shard` or Megatron's ``overlap_grad_reduce`` has not reduced the window's gradients
+                  (see `mark_last_micro_batch`); a backward of the window raised in other cases, or bypassed the
+                  optimizer after gradients were reduced; with ``Sharded(gradients=True)``, the gradients of the previous
+                  step were not cleared; a CUDA graph can't capture the step (see `not_captured`); or a parameter was
+                  converted to another dtype or device.
                 * On every rank, in the first step: there are no gradients; a pipeline schedule divided gradients twice;
                   or the model has trainable parameters that no optimizer has (see ``on_missing_params``).
                 * On every rank, in the second or 16th step: other code has written weights that the step would overwrite
@@ -1071,9 +1079,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_state(self) -> Mapping[str, Tensor]:
         """Return the state tensors of the clipping rule by name.
 
-        Empty before the first step, and from a load to the next step. The tensors are on the device, and bitwise
-        identical on all ranks. A tensor with one value per parameter is in the order of ``plan.parameter_names``. Host
-        synchronization: none.
+        Empty if the rule has no state, and until a step creates the tensors: before the first step, and after a load, a
+        new rule or a change of the parameters. The tensors are on the device, and bitwise identical on all ranks. A
+        tensor with one value per parameter is in the order of ``plan.parameter_names``. Host synchronization: none.
         """
         return {} if self._clip is None else dict(self._clip.tensors)
 
@@ -1215,7 +1223,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         are equal in both runs, and shards need a known place in the full tensor. States that the optimizer
         factors or packs per shard make the hash depend on the topology.
 
-        Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read.
+        Collectives: one all-reduce; none with one rank. Host synchronization: none until the result is read, unless
+        tensors are copied between CPU and GPU, for example with `Offloaded` or step counts on the CPU.
         """
         clip = {} if self._clip is None else self._clip.tensors_on(self._device)
         others = {f"clip {name}": value for name, value in clip.items()}

@@ -71,7 +71,7 @@ class Segment:
 class FlatBucket:
     """The position of each parameter in one flat buffer. The buffer is divided into slices of equal length.
 
-    ``indices`` are ascending. ``slices`` is one per rank for a reduce-scatter, and 1 for an all-reduce.
+    ``indices`` are ascending. ``slices`` is the number of slices: 1 for an all-reduce, else the number of ranks.
     """
 
     indices: tuple[int, ...]

@@ -42,7 +42,7 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
 
 
 def separate_gradients(params: Iterable[Tensor]) -> list[Tensor]:
-    """Copy each gradient that begins at the address of an earlier one. Return the parameters with these gradients.
+    """Copy each gradient that begins at the address of an earlier one. Return the parameters that shared gradients.
 
     Autograd may give two parameters views of one gradient, for example for ``a.unsqueeze(0) + b.unsqueeze(0)``. The next
     backward, which adds to both in place, and clipping would then change this memory twice.

@@ -260,7 +260,7 @@ class ParamTransform:
     is_local = False
     """True if the rest of meshstep must treat the transform's replacements as the model's parameters."""
     replica_dependent = False
-    """True if the first-step replica check compares the transform's inputs instead of its replacements.
+    """True if replica checks, except `Fingerprints`, compare the transform's inputs instead of its replacements.
 
     It must be True if the transform may replace a tensor on one rank, and not replace its replica on another rank.
     """

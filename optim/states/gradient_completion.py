@@ -101,9 +101,10 @@ class GradientCompletion:
         Raises:
             RuntimeError: One of these cases:
                 * A parameter was converted to another dtype or device, or, with one rank, was unfrozen.
-                * torch's data parallelism has not reduced gradients that only it can reduce.
+                * torch's data parallelism has not reduced gradients that only it can reduce, or, with ``overlap=True``,
+                  a backward bypassed the optimizer after the reduction.
                 * A transform can't use the gradients of the window: backward bypassed the optimizer, gradients were not
-                  cleared, or other code wrote weights that have masters. With several ranks, the last error is
+                  cleared, or other code wrote weights that have masters. With several ranks, errors of masters are
                   deferred (`Window.defer`).
                 * In the first window, on every rank: a check of `check_gradients_came` or `ModelParams` fails, or
                   settings differ between ranks.

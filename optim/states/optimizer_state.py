@@ -38,7 +38,15 @@ from ..norm.plan import ReductionPlan
 from ..step.c_engine import SUPPORTED_OPTIMIZERS
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
-from ..step.wrapped_optimizer import COPIED_ATTRIBUTES, guard_calls, own_calls, parts_of, remove_guard
+from ..step.wrapped_optimizer import (
+    COPIED_ATTRIBUTES,
+    OPTIMIZER_INDEX,
+    check_indices,
+    guard_calls,
+    own_calls,
+    parts_of,
+    remove_guard,
+)
 from .chain import TransformChain, params_of
 
 # The rank that a state dict belongs to ---------------------------------------------------------------------------------
@@ -153,13 +161,29 @@ _RANGES = {
 }
 
 
-def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a hyper-parameter of the param groups ``saved`` is out of range or has another type."""
+def check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if the param groups ``saved`` do not fit ``groups``.
+
+    They must have as many parameters per group, and valid hyper-parameters of the same types. Param groups of a
+    `CombinedOptimizer` must belong to the same optimizers of its list.
+    """
     list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
-    for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
+    if any(OPTIMIZER_INDEX in group for group in groups):
+        check_indices(saved, groups)
+    sizes, own = ([len(group["params"]) for group in of] for of in (saved, groups))
+    if sizes != own:
+        raise ValueError(
+            f"the state's param groups have {_listed(sizes)} parameters, but the optimizer's have {_listed(own)}: make the "
+            "optimizer with the param groups of the run that saved the state"
+        )
+    for index, (new, group) in enumerate(zip(saved, groups, strict=True)):
         for name, value in new.items():
             if name not in ("params", "param_names"):
                 check_hyper(name, value, group.get(name), f"param_groups[{index}]")
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) or "no"
 
 
 def check_hyper(name: str, value: object, now: object, where: str) -> None:

@@ -420,12 +420,14 @@ class Sharded(StatePlacement):
         ValueError: By the constructor of `ParallelOptimizer`, on every rank: the mesh has no such axis; the optimizer is
             neither elementwise nor gathers full tensors, or it quantizes its states; ranks along the axis step different
             parameters; or ``overlap=True``, `fully_shard` as ``data_parallel`` or a precision with ``main_grads=False``
-            is given. With ``gradients=True`` also: other code averages gradients over the data axes.
+            is given. With ``gradients=True`` also: other code averages gradients over the data axes; or, with
+            ``sum_order="fixed"``, gradients must be summed over other axes than all data axes.
 
     With ``gradients=True`` most buckets are reduced while backward runs. Buckets of owned parameters, and buckets whose
     layout differs between ranks, are reduced at the end of backward. So are all buckets if the model itself may issue
-    collectives over a data axis: if a declared layout names the axis, or if the axis does more than split the batch, as
-    ``cp`` does.
+    collectives over a data axis or over ``axis``. That is assumed if a declared layout names the axis, or if the axis may
+    do more than split the batch. An axis only splits the batch if its name implies it, such as ``data`` or ``dp``, but
+    not ``cp`` or ``tensor``.
 
     Collectives: one object all-gather when the optimizer is made, gets a param group or is refreshed. One reduce-scatter
     per bucket of 32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or
@@ -577,7 +579,7 @@ class Shards(ParamTransform):
         """Return True if the parameter's bucket must be reduced after backward, not during it.
 
         The result is True if the parameter is owned (``P(owned=...)``), if its bucket's layout differs between ranks, or
-        if the model may issue collectives over a data axis.
+        if the model may issue collectives over a data axis or an axis of `Sharded`.
         """
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 

@@ -350,8 +350,9 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the C loops or the Triton kernels can step the optimizer.
 
-    The optimizer must have no step hooks of other code and no replaced `step`. ``is_read(tensor)``, which says whether
-    the kernels can read a 0-dim tensor, must be True for every hyper-parameter that is a tensor, such as ``lr``.
+    It must be one of `SUPPORTED_OPTIMIZERS`, with ``fused=True`` in all param groups, without step hooks of other code and
+    without a replaced `step`. ``is_read(tensor)``, which says whether the kernels can read a 0-dim tensor, must be True
+    for every hyper-parameter that is a tensor, such as ``lr``.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False

@@ -290,8 +290,11 @@ class TorchGradSync(GradSyncController):
         return [] if self.is_ddp else [inner for module in self.modules for inner in fully_sharded(module)]
 
     def discard_old_weights(self) -> None:
-        """Free the gathered parameters of `fully_shard` modules. A forward without a backward since the last backward has
-        left them, and the next forward would use them, although the update changed the shards."""
+        """Free the gathered parameters of `fully_shard` modules.
+
+        A forward without a backward, such as an evaluation, may have left them. The next forward would use them, although
+        the update changed the shards.
+        """
         for module in self._fully_sharded:
             module.reshard()
 

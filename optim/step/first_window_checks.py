@@ -174,8 +174,9 @@ class ModelParams:
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
     """Warn on every rank if all gradients of some rank were written to between the last backward and the first `step`.
 
-    The usual cause is torch's gradient clipping, which would clip gradients that are not reduced yet. If only some
-    gradients of a rank were written to, such writes are usually intended. Gradients that are DTensors are not observed.
+    The usual cause is torch's gradient clipping, which would clip gradients that are not reduced yet, or that contain the
+    loss scale. Do not warn if neither is the case. If only some gradients of a rank were written to, such writes are
+    usually intended. Gradients that are DTensors are not observed.
     """
     others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]

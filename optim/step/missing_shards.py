@@ -49,7 +49,7 @@ class MissingShards:
         """Return, for each logical parameter, this rank's number of shards with a gradient, to be summed over all ranks.
 
         Call it after the gradients were reduced. The dict has one 1-dim float64 tensor, a field of the all-reduce of
-        the norm. It is empty if all parameters are replicated and there is one pipeline stage.
+        the norm. It is empty if no parameter is sharded and there is one pipeline stage.
         """
         if not self._count:
             return {}

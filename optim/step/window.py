@@ -56,7 +56,8 @@ class Weight:
     """The sum of the weights of a window's micro-batches on this rank.
 
     If a weight since the last `clear` was a tensor, ``value`` is the 0-dim tensor ``sum``, else a number. Later windows
-    reuse ``sum``, because replays of a CUDA graph add to this tensor. A weight on another device replaces it.
+    reuse ``sum``, because replays of a CUDA graph add to this tensor. It is replaced only if the first weight tensor of a
+    window is on another device.
     """
 
     def __init__(self) -> None:

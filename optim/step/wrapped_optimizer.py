@@ -120,14 +120,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        whose = [group.get(OPTIMIZER_INDEX) for group in state_dict["param_groups"]]
+        check_indices(state_dict["param_groups"], self.param_groups)
         own = [group[OPTIMIZER_INDEX] for group in self.param_groups]
-        if whose != own:
-            raise ValueError(
-                f"the param groups of the state dict belong to the optimizers with the indices {whose} (None: saved from a "
-                f"single optimizer), but the indices in this list of optimizers are {own}: load the state of the same "
-                "optimizers in the same order"
-            )
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         loaded = []
         for index, part in enumerate(self.parts):
@@ -163,6 +157,17 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self.parts))}]"
+
+
+def check_indices(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if the saved param groups belong to other optimizers than ``groups`` of a `CombinedOptimizer`."""
+    whose, own = ([group.get(OPTIMIZER_INDEX) for group in of] for of in (saved, groups))
+    if whose != own:
+        raise ValueError(
+            f"the param groups of the state dict belong to the optimizers with the indices {whose} (None: saved from a "
+            f"single optimizer), but the indices in this list of optimizers are {own}: load the state of the same "
+            "optimizers in the same order"
+        )
 
 
 def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:

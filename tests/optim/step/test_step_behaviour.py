@@ -191,3 +191,26 @@ def test_check_state_dict_loads_nothing_and_rejects_invalid_state() -> None:
     state["meshstep"]["skipped_steps"] = -1
     with pytest.raises(ValueError, match="skipped_steps"):
         optimizer.check_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [([1, 1], "groups have 2 parameters, but the optimizer's have 1, 1:"), ([1], "optimizer's have 1:")],
+)
+def test_check_state_dict_rejects_other_param_groups(sizes: list[int], text: str) -> None:
+    def made(sizes: list[int]) -> ParallelOptimizer[Any]:
+        groups = [{"params": [torch.nn.Parameter(torch.ones(2)) for _ in range(size)]} for size in sizes]
+        return ParallelOptimizer(torch.optim.SGD(groups, lr=1.0), ProcessGroupRegistry(Topology()))
+
+    with pytest.raises(ValueError, match=text):
+        made(sizes).check_state_dict(made([2]).state_dict())
+
+
+def test_check_state_dict_rejects_state_of_other_optimizer_order() -> None:
+    first, second = ([torch.nn.Parameter(torch.ones(2))] for _ in range(2))
+    parts = [torch.optim.SGD(first), torch.optim.AdamW(second)]
+    optimizer = ParallelOptimizer(parts, ProcessGroupRegistry(Topology()))
+    state = optimizer.state_dict()
+    state["param_groups"].reverse()
+    with pytest.raises(ValueError, match="belong to the optimizers with the indices"):
+        optimizer.check_state_dict(state)

@@ -150,9 +150,9 @@ class Fp8(Precision):
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
     multiple of 16, every `Linear2D` whose features do not divide evenly over the grid, and every `Linear3D`,
-    `Classifier2D` and `Classifier3D`. `prepare` logs warnings with the names of these layers, at most ten per warning, on
-    rank 0 or, without a registry, in every process. `fp8_layers` returns for every linear layer whether it multiplies in
-    8 bits.
+    `Classifier2D` and `Classifier3D`. On rank 0, or without a registry in every process, `prepare` logs warnings with the
+    names of these layers in this rank's model, at most ten per warning. `fp8_layers` returns for every linear layer on
+    this rank whether it multiplies in 8 bits.
 
     The 8-bit weight is cached until the weight changes or an optimizer steps, so it is rounded once for all micro-batches
     between two steps. An in-place write through ``.data`` is not noticed before the next step of a torch optimizer. The

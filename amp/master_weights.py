@@ -269,7 +269,7 @@ class MasterWeights:
         moved = addresses != self._addresses
         for index, (param, master) in enumerate(self.pairs):
             if param._version != self._versions[id(param)] or (moved and addresses[index] != self._addresses[index]):
-                if not torch.equal(param, master.to(param.dtype)):
+                if not has_equal_values(param, master):
                     raise RuntimeError(
                         f"{label_of(param)} was changed since the last step, and the next step would restore the old "
                         "weights from the master weight; call reload_from_model() after loading or changing the model's "

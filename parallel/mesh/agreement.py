@@ -155,7 +155,7 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 def describe(value: object, depth: int = 4, reads_devices: bool = True) -> str:
     """Return a text for comparing an argument between ranks. Equal arguments of the same type have equal texts.
 
-    The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
+    The text of ints, floats, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
     have the same text. A larger tensor is described by its shape, a dataclass or another object with a ``__dict__`` by its
     type name and its attributes, a function, a class or a `torch.dtype` by its name. An `nn.Module`, another callable
     object, an object of any other type, and an object nested deeper than ``depth`` are described by their type name.

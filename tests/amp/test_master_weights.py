@@ -276,6 +276,16 @@ def test_master_weights_collect_raises_if_model_weights_were_overwritten() -> No
     assert torch.equal(masters.pairs[0][1], low_bits)
 
 
+def test_master_weights_collect_accepts_rewritten_equal_weights_with_nan() -> None:
+    model = mlp(BF16)
+    with torch.no_grad():
+        model.first.weight[0, 0] = torch.nan
+    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert masters.find_overwritten() is None
+    masters.collect()
+
+
 def test_skipped_step_with_masters_changes_nothing() -> None:
     model = mlp(F16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

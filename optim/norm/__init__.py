@@ -1,1 +1,1 @@
-"""The global norm of sharded gradients: the reduction plan, sums of |g|^p on each rank, and their collectives."""
+"""The global norm of sharded gradients (reduction plan, sums of |g|^p on each rank, collectives), and replica checks."""

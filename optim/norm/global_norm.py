@@ -49,8 +49,9 @@ class GlobalNorm:
         registry: The process groups.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per
-            `NormBucket` of the plan, over exactly the axes of the bucket, and one all-reduce of a flag for non-finite
-            gradients over all ranks. For p >= `HIGH` = 12, inf included, norms are all-gathered instead of all-reduced.
+            `NormBucket` of the plan whose axes have several ranks, over exactly these axes, and one all-reduce of a flag
+            for non-finite gradients over all ranks. For p >= `HIGH` = 12, inf included, norms are all-gathered instead of
+            all-reduced.
         per_parameter: True: also compute the norm of each logical parameter; ``weights_at="parameters"`` implies it.
             Default: False.
         units: Slices of parameters, such as rows of weights, whose norms are also computed; requires

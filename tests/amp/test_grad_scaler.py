@@ -210,6 +210,9 @@ def test_disabled_grad_scaler_neither_scales_nor_skips() -> None:
     scaler.update()
     torch.testing.assert_close(copies(params), expected)
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
+    backward(params, scaler, torch.inf)
+    scaler.step(SGD(params, lr=0.1))
+    assert not any(param.isfinite().any() for param in params)
 
 
 def test_grad_scaler_with_fused_optimizer_causes_no_host_synchronization() -> None:

@@ -58,7 +58,8 @@ def _infer(view: Callable[[], _View], any_roles: bool) -> ProcessGroupRegistry:
 
     The role of an axis is the default role of its name (see `Topology`). If the name has none, an axis over which
     `fully_shard` averages gradients is a data axis. Another axis that is on no DTensor's mesh is a data axis if the
-    parameters of the ranks along it have the same placements and shapes, else a pipeline axis.
+    parameters of the ranks along it have the same placements and shapes, else a pipeline axis. Every other axis is a
+    model axis.
 
     Args:
         view: Returns this rank's meshes and parameters. If it raises on a rank, all ranks raise.

@@ -247,7 +247,7 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Split coordinates of an alias into coordinates per axis; raise ValueError if they are no product of these.
+    """Split coordinates of an alias into coordinates per axis; raise ValueError if they are not all combinations of these.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]

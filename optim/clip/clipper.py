@@ -298,7 +298,7 @@ class GradientClipper:
 
     Args:
         params: The tensors whose gradients are clipped, in the order of the plan's entries.
-        regions: For each tensor the part of the full tensor that it holds; None: not known (shards of unequal sizes).
+        regions: For each tensor the part of the full tensor that it holds; None: not known (see `SteppedTensor`).
         checks: Comparisons of replicas, of which the first compares gradients too. The attribute has those that the
             next measurement runs.
         shards: The search for replicas that are declared as shards, which runs with ``checks`` until it has compared

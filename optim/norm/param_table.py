@@ -71,7 +71,7 @@ class SteppedTensor(ParamPosition):
             all stepped tensors).
         model_entry: Spec, shape and param group of the model parameter (an entry of the plan of the model parameters).
         region: The part of the full tensor that ``tensor`` holds. None if it is not known, as with shards of unequal
-            sizes.
+            sizes without a declared full shape.
         grad_tensor: The tensor whose ``.grad`` is reduced, measured and clipped.
         replica_tensor: The tensor that ``check_replicas="first"`` and ``check_replicas=True`` compare with its replicas
             on other ranks: ``tensor``, or the tensor before CPU offload (a transform whose ``replica_dependent`` is True).
@@ -171,9 +171,9 @@ def make_table(
 
 
 def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan) -> Region | None:
-    """Return the stepped tensor's part of the full tensor; None if it is not known, as with shards of unequal sizes."""
+    """Return the stepped tensor's part of the full tensor; None if it is not known (see `SteppedTensor`)."""
     try:
         shard = entry.region(plan.topology, plan.coordinate)
-    except ValueError:  # the computed full shape is wrong, because this rank's shard differs in size from other shards
+    except ValueError:  # this rank's shard of the full shape is not the one that `torch.chunk` gives
         return None
     return None if shard is None else shard.run(position.offset, position.tensor.numel())

@@ -304,7 +304,7 @@ class ReductionPlan:
             names.
         parameter_slots: For each entry the index of its name in `parameter_names`. Empty (default) without names.
         parameter_shapes: Shape of the full tensor per logical parameter; None for a parameter whose full shape is not
-            known, as with shards of unequal sizes. Empty (default) without names.
+            known, as with shards of unequal sizes without a declared full shape. Empty (default) without names.
         sharded_over: The axes over which optimizer-state sharding splits parameters. The entries then describe the
             resulting shards, which may be uneven. None (default): the entries describe parameters.
     """

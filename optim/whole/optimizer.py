@@ -454,7 +454,8 @@ class WholeOptimizer(torch.optim.Optimizer):
 class _Kept:
     """A copy of a shard and of its state from before a step, which `restore` writes back.
 
-    ``flag`` (0-dim): restore if it is 1. None: restore always. If the step replaces or adds states, the host reads it.
+    ``flag`` (0-dim): restore if it is 1. None: restore always. The host reads the flag if the step replaces or adds
+    states.
     """
 
     def __init__(self, slot: Slot, flag: Tensor | None) -> None:

@@ -74,13 +74,14 @@ def test_norm_equals_norm_of_the_mean_gradient(joined: tuple[torch.device, Proce
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_steps_over_several_gpus_after_the_third_cause_no_host_synchronization(
+def test_steps_over_several_gpus_other_than_the_first_three_and_the_16th_cause_no_host_synchronization(
     joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str
 ) -> None:
+    """The 16th step looks for overwritten weights, and for parameters without gradients on all ranks."""
     run = run_of(joined, mode, placed)
     batches = [run.batch(number) for number in range(3, 9)] * 6
     for index, batch in enumerate(batches):
-        if index < 3:
+        if index < 3 or index == 15:
             run.optimizer.zero_grad()
             run.optimizer.backward(run.loss(batch))
             run.optimizer.step()

@@ -71,10 +71,11 @@ class Finding:
         module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last
             module with parameters in which the difference may begin; empty if there is none.
         declared: The declared spec. None if no spec is declared, in `infer`, and for "the forward".
-        inferred: The spec with which the gradient would be right. None if no such spec was found, or if a mistake in
-            the model is more likely than a wrong spec. If several dims may be sharded, it names one of them, and
-            ``text`` says so.
-        cause: The kind of mistake.
+        inferred: The spec with which the gradient would be right. None if no such spec was found or searched, or if a
+            mistake in the model is more likely than a wrong spec. If several dims may be sharded, it names one of them,
+            and ``text`` says so.
+        cause: The kind of mistake. `prove` searches the causes of the first four and the last four wrong parameters.
+            The others get the cause "backward is wrong", or the cause of the module that `Proof.where` names.
         axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong; may be empty.
         factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.
         text: Description of the most likely mistake.
@@ -441,21 +442,18 @@ def _pattern(name: str) -> str:
 # Texts of the findings ------------------------------------------------------------------------------------------------
 
 
-def describe_cause(
-    cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None, is_certain: bool = True
-) -> str:
+def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, is_certain: bool = True) -> str:
     """Return the text of a finding: the most likely mistake, and how to correct it.
 
-    ``factor`` is the factor by which the gradient is too large. ``spec`` is the right spec; None: not known. ``where``
-    describes the place of the wrong backward; None: it was not located. ``is_certain``: False if other dims than those of
-    ``spec`` may be sharded.
+    ``factor`` is the factor by which the gradient is too large. ``spec`` is the right spec; None: not known.
+    ``is_certain``: False if other dims than those of ``spec`` may be sharded.
     """
     over = " x ".join(map(repr, axes)) or "some axis"
     either = " or ".join(map(repr, axes))
     becomes = "" if spec is None else f"; the right spec is {spec}"
     if not is_certain:
         becomes += ", or one that shards another dim (gradients don't show which)"
-    text = {
+    return {
         "split, not declared": f"each rank of {over} has a different shard{becomes}",
         "declared split, but a copy": f"the ranks of {over} hold replicas with equal values{becomes}",
         "a sum is missing": (
@@ -492,15 +490,19 @@ def describe_cause(
             f"batches (then make the axis a data axis: Topology(roles={{{over}: 'data'}}, ...))"
         ),
     }[cause]
-    return text if where is None or cause == "copies differ" else f"{text} (see {where})"
 
 
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
 # Number of wrong parameters whose causes `prove` searches: the first four and the last four in forward order. The other
-# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong". If `prove` then
-# locates a `Fault`, they get the cause of this fault instead. `infer` searches the causes of all wrong parameters.
+# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong" and the text
+# `NOT_SEARCHED`. If `prove` then locates a `Fault`, they get the cause of this fault instead. `infer` searches the causes
+# of all wrong parameters.
 EXPLAINED = 8
+NOT_SEARCHED = (
+    f"its gradient is not the derivative of the loss. The cause was not searched, because more than {EXPLAINED} parameters "
+    "are wrong: first correct those with another text"
+)
 
 
 @dataclass
@@ -594,6 +596,7 @@ class _Examination:
         self.inferring = contracts_of is not None
         self.derived = dict(ChainMap(*gather_objects(derived_specs(model), registry)))
         self.contracts = given or self._declared(model)
+        self.not_searched = set[str]()  # labels of wrong parameters whose causes were not searched
 
     def _declared(self, model: nn.Module) -> dict[str, GradientContract]:
         meshed = has_dtensors(list(model.parameters()))
@@ -727,7 +730,8 @@ class _Examination:
             if known.label in explained:
                 finding = self._explained(known, suspects)
             else:
-                finding = self._finding(known, "backward is wrong", (), 1.0, None)
+                self.not_searched.add(known.label)
+                finding = replace(self._finding(known, "backward is wrong", (), 1.0, None), text=NOT_SEARCHED)
             found += [] if finding is None else [finding]
         return found
 
@@ -789,7 +793,7 @@ class _Examination:
             cause,
             axes,
             factor if factor != 1.0 else None,
-            describe_cause(cause, axes, factor, spec, None, is_certain),
+            describe_cause(cause, axes, factor, spec, is_certain),
         )
 
     # Location of a wrong backward -------------------------------------------------------------------------------------
@@ -802,10 +806,11 @@ class _Examination:
         suggest a wrong backward.
         """
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
-        labels = {finding.name for finding in findings if finding.cause in flowing}
+        searched = [finding for finding in findings if finding.name not in self.not_searched]
+        labels = {finding.name for finding in searched if finding.cause in flowing}
         last = next((known for known in reversed(wrong) if known.label in labels), None)
-        several = len({finding.module for finding in findings if finding.name in labels}) > 1
-        if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
+        several = len({finding.module for finding in searched if finding.name in labels}) > 1
+        if last is None or not (several or any(finding.cause == "backward is wrong" for finding in searched)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
         place = locate_fault(self.model, self.differences, sites, split)
@@ -827,7 +832,8 @@ class _Examination:
         """Return ``finding``, with cause, axes and text of ``place`` if its own cause is "backward is wrong"."""
         if finding.cause != "backward is wrong":
             return finding
-        text = describe_cause("backward is wrong", finding.axes, 1.0, None, place.inside)
+        text = "its gradient is not the derivative of the loss" if finding.text == NOT_SEARCHED else finding.text
+        text = f"{text} (see {place.inside})"
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 
     def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
@@ -839,7 +845,7 @@ class _Examination:
         last, modules = order.before_unequal(axis, until)
         since = "The ranks' values agree nowhere" if last is None else f"The ranks' values last agree at {last}"
         where = f"{since}; modules after that: {', '.join(modules) or 'none with parameters'}."
-        text = describe_cause("forward differs", (axis,), 1.0, None, None)
+        text = describe_cause("forward differs", (axis,), 1.0, None)
         finding = Finding(
             "the forward", modules[-1] if modules else "", None, None, "forward differs", (axis,), None, text
         )

@@ -234,6 +234,11 @@ def _doubled_on_the_way(tower: Tower) -> None:
     tower.net.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2 - inputs[0].detach(),))
 
 
+def _layers_declared_sharded(tower: Tower) -> None:
+    for param in tower.layers.parameters():
+        annotate(param, P("tensor"))
+
+
 def _one_doubled(tower: Tower) -> None:
     tower.get_parameter("layers.7.weight").register_hook(lambda gradient: gradient * 2)
 
@@ -244,6 +249,14 @@ def test_prove_needs_at_most_twelve_forwards_per_wrong_parameter(world: World) -
     assert {finding.name for finding in first.findings} == wrong
     assert first.forwards <= 12 * len(wrong)  # including the explanations and the search for the location
     assert all(other == first for other in others)
+
+
+def test_prove_of_many_wrong_declarations_locates_no_wrong_backward(world: World) -> None:
+    proof = world.run(2, _tower, _layers_declared_sharded)[0]
+    searched = [finding.cause for finding in proof.findings if finding.text != prove_module.NOT_SEARCHED]
+    assert searched == ["declared split, but a copy"] * 8
+    assert len(proof.findings) == 24
+    assert proof.where is None
 
 
 def test_prove_finds_one_wrong_gradient_in_at_most_40_forwards(world: World) -> None:

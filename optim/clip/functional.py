@@ -287,8 +287,8 @@ def global_norm(
             ``params`` is an exhausted generator; or another argument is out of range, such as norm_type < 1.
         TypeError: A parameter or gradient is complex or sparse, or an argument has a wrong type.
         RuntimeError: On every rank, if ranks are compared: ranks are in different calls of this library.
-        ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
-            error names the parameters and the axes.
+        ReplicaMismatchError: On every rank, in a call without a registry that compares replicas: replicas or their
+            gradients differ. The error names the parameters and the axes.
 
         A call that compares the ranks' declarations raises an error of an argument, a spec or a gradient on all ranks.
         Other calls raise it only on the rank with the wrong argument, parameter or gradient. The norm is then NaN on the

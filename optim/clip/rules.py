@@ -658,7 +658,7 @@ class ZClip(Clip):
                                                          Kumar et al. 2025, arXiv:2504.02507
     ```
 
-    ``c_t`` is the norm after clipping; the larger g_t, the smaller c_t. In the first ``warm_up`` steps only
+    ``c_t`` is the norm after clipping; if z_t > z, the larger g_t, the smaller c_t. In the first ``warm_up`` steps only
     ``max_norm`` clips, and the mean and variance are the population mean and variance of all norms so far, as in the
     authors' code. The norms of skipped steps do not enter the mean and variance.
 

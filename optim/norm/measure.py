@@ -102,8 +102,8 @@ class Fingerprints:
       sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. In a
       parallel run, a rank whose tensors have no replica issues a warning.
     * A gradient that was wrong before it was averaged is equally wrong on all replicas, so it is not detected.
-    * With master weights, every step overwrites the half-precision weights. So a flipped bit in such a weight lasts for one
-      step only, and most comparisons do not see it.
+    * With master weights, except with ``Bf16(split_masters=True)``, every step overwrites the half-precision weights. So a
+      flipped bit in such a weight lasts for one step only, and most comparisons do not see it.
     * Of the optimizer states, only tensors in the optimizer's ``state`` attribute are compared.
     * Replicas must be updated bitwise identically, so kernels that add in no fixed order are not supported. Neither is
       `Offloaded` if it may update one replica on the CPU and another on the device.

@@ -165,8 +165,8 @@ class PreconditionedOptimizer(HomeOptimizer):
         longest: Name of the option that has this limit, such as "max_precond_dim".
         product_cost: Floating-point operations per step in the products of one side, divided by (number of elements x
             length of the side).
-        rounds_by_ranks: True: ``sum_order="fixed"`` rejects the optimizer, because the rounding of its factorisations
-            depends on the number of ranks. For example, a GPU factors matrices of equal shapes that its rank owns together.
+        rounds_by_ranks: True: ``sum_order="fixed"`` rejects the optimizer, because the rounding of its factorisations may
+            depend on the number of ranks.
     """
 
     kept = ("blocks", "factor_dtype")

@@ -246,7 +246,8 @@ class StochasticRounding:
     Args:
         optimizer: Any torch optimizer except L-BFGS. Its floating-point states of bfloat16 parameters are stored in
             bfloat16, as torch's ``load_state_dict`` stores them. Numbers that all elements share (NAdam's
-            ``"mu_product"``) keep their dtype. Add param groups with `StochasticRounding.add_param_group`.
+            ``"mu_product"``) keep their dtype. Add param groups with `StochasticRounding.add_param_group`. Its bfloat16
+            parameters must not be DTensors; for DTensors, use ``ParallelOptimizer(..., precision=)``.
         registry: The process groups, on the mesh whose axes the parameters' specs name. On a mesh without model axes,
             parameters without a spec are replicated. Default None: parameters need no spec.
         seed: Integer of at most 64 bits, equal on all ranks. Default: 0.

@@ -318,21 +318,21 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._groups, left_out = self._setup.with_spec(self._given)
         with unchanged(optimizer):
             plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups, [name for name, _ in left_out])
-        leave_out(optimizer, [param for _, param in left_out])
-        self._clip, self.precision = in_use(max_norm), precision_of(precision)
-        self._device = self._setup.device_of(self._groups)
-        self.loss_scale = self.precision.make_loss_scale(self._device)
-        scaled, alone = self.loss_scale is not None, self._agreement is None
-        self._window: Window = Window(accumulation_steps, scaled, alone)
-        self._scale = None if self.loss_scale is None else self.loss_scale.scale
-        self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
-        self._states = self._setup.chain(self.precision, plan)
-        self._states.left_out = left_out
-        self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
-        self._bind(plan, thresholds)
-        self._skips = SkipMonitor(self._device)
-        self.last_stats: GradStats | None = None
-        guard_calls(optimizer, self)
+            leave_out(optimizer, [param for _, param in left_out])
+            self._clip, self.precision = in_use(max_norm), precision_of(precision)
+            self._device = self._setup.device_of(self._groups)
+            self.loss_scale = self.precision.make_loss_scale(self._device)
+            scaled, alone = self.loss_scale is not None, self._agreement is None
+            self._window: Window = Window(accumulation_steps, scaled, alone)
+            self._scale = None if self.loss_scale is None else self.loss_scale.scale
+            self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
+            self._states = self._setup.chain(self.precision, plan)
+            self._states.left_out = left_out
+            self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
+            self._bind(plan, thresholds)
+            self._skips = SkipMonitor(self._device)
+            self.last_stats: GradStats | None = None
+            guard_calls(optimizer, self)
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:

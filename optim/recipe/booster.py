@@ -59,7 +59,7 @@ from ..norm.plan import entries_of
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule import follow, followers
 from ..step.window import Window
-from ..step.wrapped_optimizer import CombinedOptimizer, unchanged
+from ..step.wrapped_optimizer import CombinedOptimizer, uncombined_on_error
 from .data_parallel import DataParallel, broadcast_weights, check_data_parallel, optimizer_options, wrap
 from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 
@@ -548,7 +548,7 @@ class Booster(Saving, Generic[Stats_co]):
         """
         several = isinstance(optimizer, (list, tuple))
         one: Any = as_one(optimizer, self.registry) if several else optimizer  # type: ignore[arg-type]
-        with unchanged(one):
+        with uncombined_on_error(one):
             return self._boost(model, one, criterion, dataloader, lr_scheduler)
 
     def _boost(

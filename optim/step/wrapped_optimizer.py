@@ -60,11 +60,15 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def release(self) -> None:
-        """Restore the original param groups and states of the combined optimizers. No effect after `keep` or in a copy."""
+        """Restore the original param groups and states of the combined optimizers.
+
+        No effect after `keep`, in a second call, or in a copy.
+        """
         for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
                 del group[OPTIMIZER_INDEX]
+        self._given = []
 
     def keep(self) -> None:
         """Drop the original param groups and states, so that their memory is freed. `release` then has no effect."""
@@ -201,6 +205,30 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context manager that restores the param groups and states of an optimizer if its body raises.
+
+    It also undoes the combination of a `CombinedOptimizer`. The elements of tensors are not restored.
+    """
+    groups = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
+    state = dict(optimizer.state)
+    of_params = [(of_param, dict(of_param)) for of_param in state.values() if isinstance(of_param, dict)]
+    with uncombined_on_error(optimizer):
+        try:
+            yield
+        except BaseException:
+            for group, entries in groups:
+                group.clear()
+                group.update(entries)
+            for of_param, entries in of_params:
+                of_param.clear()
+                of_param.update(entries)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            raise
+
+
+@contextmanager
+def uncombined_on_error(optimizer: object) -> Iterator[None]:
     """Return a context manager that undoes the combination of a `CombinedOptimizer` if its body raises."""
     try:
         yield

@@ -117,6 +117,9 @@ def test_boost_leaves_a_rejected_list_of_optimizers_unchanged() -> None:
             boost(**{"model": model, "optimizer": several, **changes})
         assert [part.param_groups[0]["params"] for part in several] == [[first], rest]
         assert not any("optimizer" in group for part in several for group in part.param_groups)
+    with pytest.raises(ValueError, match=r"norm_type=0\.5"):  # from the constructor of ParallelOptimizer
+        Booster(norm_type=0.5).boost(model, several)
+    assert not any("optimizer" in group for part in several for group in part.param_groups)
     with pytest.raises(ValueError, match="the list of optimizers is empty"):
         Booster().boost(model, [])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.optim import Booster, Monitor, ParallelOptimizer, clip_grad_norm_
+from meshstep.optim import Booster, Monitor, Muon, ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import ColumnParallelLinear, ProcessGroupRegistry, Topology, annotate, prepare_dataloader, shard
 from meshstep.parallel.layout.annotation import annotation_of
 from meshstep.parallel.layout.spec import P
@@ -48,6 +49,20 @@ def test_unknown_argument_name_raises_error_with_correct_or_available_names(name
     options: dict[str, Any] = {name: 1.0}
     with pytest.raises(TypeError, match=f"ParallelOptimizer has no argument {name}=: {advice}"):
         ParallelOptimizer(adam(nn.Linear(2, 2)), ProcessGroupRegistry(ALONE), **options)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_optimizer_rejected_after_making_master_weights_is_unchanged(is_list: bool) -> None:
+    weight, bias, other = (nn.Parameter(torch.ones(*shape).bfloat16()) for shape in ((2, 2), (2,), (2,)))
+    muon, sgd = Muon([{"params": [weight, bias], "algorithm": "muon"}]), torch.optim.SGD([other])
+    muon.state[weight]["momentum"] = momentum = torch.zeros(2, 2).bfloat16()
+    with pytest.raises(ValueError, match="is not a matrix, which Muon needs"):
+        ParallelOptimizer([muon, sgd] if is_list else muon, ProcessGroupRegistry(ALONE), precision="bf16")
+    assert all(map(is_, muon.param_groups[0]["params"], [weight, bias]))
+    assert muon.state.keys() == {weight}
+    assert muon.state[weight]["momentum"] is momentum
+    assert sgd.param_groups[0]["params"][0] is other
+    assert "optimizer" not in sgd.param_groups[0]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_skipped_step_of_optimizer_leaves_all_tensors_bitwise_identical(
 
 
 @pytest.mark.parametrize("name", [name for name in MAKE if name not in SOLVES_EIGENVALUES])
-def test_steps_of_optimizer_cause_no_host_synchronization(device: torch.device, name: str) -> None:
+def test_fourth_step_of_optimizer_causes_no_host_synchronization(device: torch.device, name: str) -> None:
     run = Run(name, device)
     for number in range(3):
         run.step(number)

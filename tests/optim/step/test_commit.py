@@ -205,8 +205,8 @@ def counted(kind: str) -> list[Any]:
 
 
 def test_commit_needs_no_collective_or_host_synchronization(world: World) -> None:
-    """An answer that is a CPU tensor is read on the host, which needs no synchronization. Answers on a device are not
-    tested."""
+    """An answer that is a CPU tensor is read on the host, which needs no synchronization. `tests/optim/test_fake_cuda.py`
+    tests answers on a device."""
     runs = [world.run(2, counted, kind) for kind in ("none", "bool", "tensor")]
     assert runs[0] == runs[1] == runs[2]
 

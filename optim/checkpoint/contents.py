@@ -580,7 +580,7 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
-    """Return this rank's parts of all saved tensors by key, as views of contiguous tensors, and its `RankRecord`.
+    """Return this rank's parts of all saved tensors by key, and its `RankRecord`. Parts of contiguous tensors are views.
 
     Raise ValueError if a state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
 

@@ -301,7 +301,7 @@ class Saving:
             model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: The schedule that `boost` returned. None (default): no schedule is saved.
-            dataloader: The loader that `boost` returned. None (default): no position is saved.
+            dataloader: A loader of `prepare_dataloader`. None (default): no position is saved.
             extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
                 stored. Default: None.
             keep: Number of newest checkpoints to keep, including this one. Default: 1.
@@ -343,7 +343,7 @@ class Saving:
             model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
-            dataloader: The loader that `boost` returned. None (default), or for a checkpoint without a position, such as
+            dataloader: A loader of `prepare_dataloader`. None (default), or for a checkpoint without a position, such as
                 one of `save_checkpoint`: no position is loaded.
             trainable_only: As in `load_checkpoint`. Default: False.
         Returns:

@@ -298,8 +298,8 @@ class PowerIteration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load each vector for which ``state``, the result of `state_dict`, has one of the same name and shape.
 
-        Other vectors keep their values. Raise ValueError, without a change, if a value is not a floating-point tensor
-        without NaN and infinity.
+        Other vectors keep their values. Raise ValueError, without a change, unless each value in ``state`` is a finite
+        floating-point tensor.
         """
         self.check_state(state)
         for name, vector in self.vectors.items():
@@ -308,7 +308,7 @@ class PowerIteration:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless ``state`` maps names to floating-point tensors without NaN and infinity."""
+        """Raise ValueError unless ``state`` maps names to finite floating-point tensors."""
         dict_of(check_finite)(state, "spectral")
 
 

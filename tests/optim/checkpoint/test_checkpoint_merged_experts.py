@@ -1,7 +1,7 @@
 """Checkpoints in which the shards of one tensor made different numbers of steps, or none.
 
-Version 0.2 wrote such checkpoints: it did not step a shard without a gradient. Now all shards of a tensor are stepped or
-none. These tests disable this rule to write such checkpoints.
+Development versions before 0.3 wrote such checkpoints: they did not step a shard without a gradient. Now all shards of a
+tensor are stepped or none. These tests disable this rule to write such checkpoints.
 """
 
 from __future__ import annotations

@@ -865,13 +865,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
             optimizer.add_param_group({"params": adapter.named_parameters(), "lr": 1e-4})
 
-        Parameters of the other groups that were frozen or unfrozen are left out or included, as in `refresh`.
+        The call also has the effect of `refresh` on parameters of other groups that you froze or unfroze.
 
         Args:
             param_group: As in torch's `add_param_group`. If a list of optimizers was wrapped, ``"optimizer"`` must be the
                 index of the optimizer that gets the group.
         Raises: As the constructor; and RuntimeError, as `refresh`, for an unfrozen parameter in a
-            `DistributedDataParallel`. Nothing is changed if it raises.
+            `DistributedDataParallel`. Nothing is changed if it raises, with one exception: if a full-tensor optimizer, such
+            as `Muon`, can't step a parameter, create the torch optimizer and the `ParallelOptimizer` again.
         Collectives: as the constructor, and one more object all-gather.
         """
         before = len(self.param_groups)
@@ -910,14 +911,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def refresh(self) -> None:
-        """Include the parameters that you unfroze, and leave out those that you froze. Call it between two steps.
+        """Train the parameters that you unfroze, and stop reducing the gradients of those that you froze.
 
             for param in model.head.parameters():
                 param.requires_grad_(True)
             optimizer.refresh()
 
-        Every rank must call it at the same point. It is needed after you unfroze a parameter that was frozen when the
-        optimizer was made or last refreshed. The parameter gets a gradient bucket and, in modes and state placements that
+        Call it between two steps, on every rank at the same point. It is needed after you unfroze a parameter that was
+        frozen when the optimizer was made or last refreshed. The parameter gets a gradient bucket and, in modes and state placements that
         use them, a master weight and shards. It trains in the param group that you put it in, as in a torch optimizer. So
         learning-rate schedules continue.
 
@@ -926,7 +927,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Raises:
             ValueError, TypeError: On every rank, as the constructor; for example if ranks froze different parameters, or
-                if an unfrozen parameter has no spec. Nothing is changed.
+                if an unfrozen parameter has no spec. Nothing is changed, except as in `add_param_group` for full-tensor
+                optimizers.
             RuntimeError: On every rank: micro-batches were accumulated since the last step. Or ``data_parallel`` has a
                 `DistributedDataParallel` with an unfrozen parameter: it does not reduce gradients of parameters that were
                 frozen when it was made.
@@ -1079,8 +1081,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_state(self) -> Mapping[str, Tensor]:
         """Return the state tensors of the clipping rule by name.
 
-        Empty if the rule has no state, and until a step creates the tensors: before the first step, and after a load, a
-        new rule or a change of the parameters. The tensors are on the device, and bitwise identical on all ranks. A
+        Empty if the rule has no state, and until a step or `state_hash` creates the tensors: before the first step, and
+        after a load, a new rule or a change of the parameters. The tensors are on the device, and bitwise identical on all ranks. A
         tensor with one value per parameter is in the order of ``plan.parameter_names``. Host synchronization: none.
         """
         return {} if self._clip is None else dict(self._clip.tensors)

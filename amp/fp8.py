@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..parallel.interop.local_parameters import spec_of
+from ..parallel.interop.local_parameters import has_dtensors, local_parameter, spec_of
 from ..parallel.layers.embedding import Classifier2D
 from ..parallel.layers.summa import Grid, summa
 from ..parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
@@ -178,9 +178,9 @@ class Fp8(Precision):
 
     Raises:
         ValueError: An argument has an unknown value. In `prepare`, before the model is changed: an `nn.Linear` that is
-            not excluded has no spec, but the registry has model axes larger than 1; a pattern of ``exclude`` matches no
-            linear layer (not checked with pipeline stages); ``scales="row"``, and a `Linear2D` is not excluded; or as in
-            `Precision.prepare`.
+            not excluded has no spec, or a DTensor over them, but the registry has model axes larger than 1; a pattern of
+            ``exclude`` matches no linear layer (not checked with pipeline stages); ``scales="row"``, and a `Linear2D` is
+            not excluded; or as in `Precision.prepare`.
     Collectives: per layer and micro-batch at most one small all-reduce in forward and one in backward, or two in backward
     with ``scales="row"``; none over a single rank. Host synchronization: none.
     """
@@ -313,12 +313,19 @@ def _trim_axes(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[s
 
 
 def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry | None) -> P:
-    annotation = annotation_of(module.weight)
+    annotation, label = annotation_of(module.weight), f"{name}.weight" if name else "weight"
+    model_axes = _trim_axes(registry.topology.model_axes, registry) if registry is not None else ()
+    if registry is not None and has_dtensors((module.weight,)):
+        local = annotation_of(local_parameter(module.weight, registry.topology))
+        over = [axis for axis in model_axes if local is not None and axis in local.mesh_axes_on(registry.topology)]
+        if over:
+            raise ValueError(
+                f"{label} is a DTensor over mesh axes {', '.join(over)}, which Fp8 does not support; name the layer in "
+                "exclude, or use ColumnParallelLinear and RowParallelLinear instead of parallelize_module"
+            )
     if annotation is not None:
         return annotation.spec
-    model_axes = _trim_axes(registry.topology.model_axes, registry) if registry is not None else ()
     if model_axes:
-        label = f"{name}.weight" if name else "weight"
         raise ValueError(
             f"{label} has no declared layout, so its sharding over mesh axes {', '.join(model_axes)} is unknown; call "
             f"declare(model, {{{label!r}: P(...)}}) before you prepare the model, with P() for replicated"

@@ -208,7 +208,8 @@ class Classifier2D(nn.Module):
         self.bias = None if full_bias is None else keep_shard(full_bias, P(col, partial=partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        check_features(self, input, self.in_features, self.weight.size(1), self._grid.col, self.registry)
+        advice = f", and its batch over {self.row!r}"
+        check_features(self, input, self.in_features, self.weight.size(1), self._grid.col, self.registry, advice)
         rows = autocast(input).reshape(-1, input.size(-1))
         output = summa_transposed(rows, autocast(self.weight), self._grid, self.classes)
         if self.bias is not None:

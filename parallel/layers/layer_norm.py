@@ -55,7 +55,8 @@ class SplitLayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         (axis,) = self._over_features.axes
-        check_features(self, input, self.features, self.weight.numel(), axis, self.registry)
+        advice = f", and its batch over {' and '.join(map(repr, self._over_batch.axes))}"
+        check_features(self, input, self.features, self.weight.numel(), axis, self.registry, advice)
         output: Tensor = _SplitLayerNorm.apply(
             input, self.weight, self.bias, self.eps, self.features, self._over_features, self._over_batch
         )

@@ -141,7 +141,8 @@ class Linear2D(nn.Module):
             self.bias = keep_owned_shard(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        check_features(self, input, self.in_features, self._local_in, self.col, self.registry)
+        advice = f", and its batch over {self.row!r}"
+        check_features(self, input, self.in_features, self._local_in, self.col, self.registry, advice)
         rows = autocast(input).reshape(-1, input.size(-1))
         output = self.matmul(rows, autocast(self.weight), self._grid, self.in_features)
         bias = self._column_bias()

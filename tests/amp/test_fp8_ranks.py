@@ -271,6 +271,31 @@ def test_fp8_prepare_raises_for_a_layer_without_spec_and_changes_nothing(world: 
         assert "declare(model, {'0.weight': P(...)})" in message
 
 
+def prepare_parallelized() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+        declare(model, {"*": P()})
+        parallelize_module(model, registry.device_mesh("tensor"), {"0": ColwiseParallel(output_layouts=Replicate())})
+        with pytest.raises(
+            ValueError, match=r"0\.weight is a DTensor over mesh axes tensor, .*; name the layer in exclude"
+        ):
+            Fp8().prepare(model, registry)
+        declare(model, {"*": P()})
+        with pytest.raises(
+            ValueError, match=r"0\.weight is a DTensor over mesh axes tensor, .*; name the layer in exclude"
+        ):
+            Fp8().prepare(model, registry)
+        Fp8(exclude=("0",)).prepare(model, registry)
+        model(torch.ones(16, 32)).sum().backward()
+
+
+def test_fp8_prepare_rejects_a_dtensor_over_a_model_axis(world: World) -> None:
+    world.run(2, prepare_parallelized)
+
+
 # One scale per row ----------------------------------------------------------------------------------------------------
 
 

@@ -473,8 +473,12 @@ def rejected() -> None:
             Linear2D(4, 4, registry, bias="rows")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"has shape \(3, 4\), but its last dim must be 2 .*; shard a full input"):
             Linear2D(4, 4, registry)(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"shard a full input with scatter_to\(.*, 'col', dim=-1, uneven=True\)"):
+        with pytest.raises(
+            ValueError, match=r"with scatter_to\(.*, 'col', dim=-1, uneven=True\), and its batch over 'row'"
+        ):
             Linear2D(5, 4, registry)(torch.zeros(3, 5))
+        with pytest.raises(ValueError, match=r"with scatter_to\(.*, 'col', dim=-1\), and its batch over 'row'"):
+            LayerNorm2D(4, registry)(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"no elements of dim 0 .* sharded over col=2 as"):
             LayerNorm2D(1, registry)
         with pytest.raises(ValueError, match="unknown axis 'rows'; did you mean 'row'"):

@@ -918,9 +918,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             optimizer.refresh()
 
         Call it between two steps, on every rank at the same point. It is needed after you unfroze a parameter that was
-        frozen when the optimizer was made or last refreshed. The parameter gets a gradient bucket and, in modes and state placements that
-        use them, a master weight and shards. It trains in the param group that you put it in, as in a torch optimizer. So
-        learning-rate schedules continue.
+        frozen when the optimizer was made or last refreshed. The parameter gets a gradient bucket and, in modes and state
+        placements that use them, a master weight and shards. It trains in the param group that you put it in, as in a
+        torch optimizer. So learning-rate schedules continue.
 
         Freezing needs no call: a frozen parameter is not stepped. After the call its gradient is no longer reduced, except
         by `Sharded`. Its optimizer state is kept, and is used again if you unfreeze the parameter and call `refresh`.
@@ -1082,8 +1082,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the state tensors of the clipping rule by name.
 
         Empty if the rule has no state, and until a step or `state_hash` creates the tensors: before the first step, and
-        after a load, a new rule or a change of the parameters. The tensors are on the device, and bitwise identical on all ranks. A
-        tensor with one value per parameter is in the order of ``plan.parameter_names``. Host synchronization: none.
+        after a load, a new rule or a change of the parameters. The tensors are on the device, and bitwise identical on all
+        ranks. A tensor with one value per parameter is in the order of ``plan.parameter_names``. Host synchronization:
+        none.
         """
         return {} if self._clip is None else dict(self._clip.tensors)
 

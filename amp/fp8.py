@@ -146,7 +146,8 @@ class Fp8(Precision):
 
     `nn.Linear` becomes `Fp8Linear`: the same object with another class. `ColumnParallelLinear`, `RowParallelLinear` and
     `Linear2D` get another function in their attribute ``matmul``. Subclasses of `nn.Linear`, and modules that multiply
-    their weights without an `nn.Linear` (`nn.MultiheadAttention`), are unchanged.
+    their weights without an `nn.Linear` (`nn.MultiheadAttention`), are unchanged. An `nn.Linear` that `parallelize_module`
+    shards is not supported: its weight is a DTensor in forward. Name it in ``exclude``.
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
     multiple of 16, every `Linear2D` whose features do not divide evenly over the grid, and every `Linear3D`,

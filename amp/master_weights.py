@@ -47,8 +47,8 @@ class MasterWeights:
 
     Args:
         optimizer: Any torch optimizer except L-BFGS; it may already have stepped. Its param groups and state are changed in
-            place. Add param groups with `MasterWeights.add_param_group`. Its half-precision parameters must not be DTensors;
-            for DTensors, use ``ParallelOptimizer(..., precision=)``.
+            place. Add param groups with `MasterWeights.add_param_group`. Its half-precision parameters must not be
+            DTensors; for DTensors, use ``ParallelOptimizer(..., precision=)``.
         main_grads: If True, backward accumulates the gradients of these parameters in float32 (`Tensor.grad_dtype`). Pass
             False if other code reduces the gradients in the parameters' dtype, as `DistributedDataParallel` does
             ("Expected BFloat16, got Float"). Gradients then accumulate in half precision, and `collect` casts them.

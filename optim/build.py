@@ -436,7 +436,7 @@ class Setup:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
         With ``overlap`` it also has the buckets that are reduced during backward; `switch` returns their controller.
-        Then an object all-gather is issued.
+        Collectives: with ``overlap`` an object all-gather, else none.
         """
         plan, measured = table.model_plan, table.grad_tensors
         leaves = {id(row.leaf) for row in table}

@@ -728,8 +728,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the numbers that divide this window's gradients, and the fields that are summed together with the norm.
 
         The fields are the window's weight and, with a loss scale, a vote that is negative if this rank's gradients are of
-        an unscaled loss. With several ranks there are two more fields: a hash of the settings that must be equal on all
-        ranks and, if any parameter is sharded, for each parameter this rank's number of shards with a gradient.
+        an unscaled loss. With several ranks there are up to two more fields: a hash of the settings that ranks compare,
+        and, if a parameter is sharded or there are several pipeline stages, for each parameter this rank's number of shards
+        with a gradient.
         """
         window, agreement = self._window, self._agreement
         if agreement is None:

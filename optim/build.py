@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, get_args
 
@@ -157,6 +157,7 @@ class Setup:
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
             entries = entries_of(named, topology, compared=bool(self.check_replicas))
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
+            plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
             check_whole(self.optimizer, plan.entries, topology)
             if switch := switch_of(modules_in(self.data_parallel)):
                 switch.check_groups(self.registry)

@@ -297,7 +297,8 @@ class ReductionPlan:
         entries: The layouts of this rank's parameters, in the order of the gradients that will be measured.
         buckets: The norm buckets of this rank's parameters. In a plan that `meshstep.optim.norm.plan_agreement.agree`
             returned: the buckets of all ranks, equal on every rank.
-        num_groups: Number of param groups; the largest number of any rank in a plan from `agree`. Default: 1.
+        num_groups: Number of param groups; the largest number of any rank in a plan from `agree`. `of` does not count empty
+            groups after the last group with an entry. Default: 1.
         counted: Number of elements of all parameters of the model, with replicas counted once. None (default): not
             known, because the plan is not from `agree`.
         parameter_names: Unique names of all logical parameters of the model. Empty (default) if ranks did not exchange

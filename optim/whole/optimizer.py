@@ -616,7 +616,8 @@ class HomeOptimizer(WholeOptimizer):
 
     Attributes:
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1, the gradient alone.
-        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names. Default: no blocks.
+        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names. Default: no globs; the
+            blocks are then those of the parameter's layout.
         homes: The owner rank of each matrix, and the exchanges with it; set by `bound`.
         taken: Reads the step counts of stepped tensors on the host; set by `bound`.
 

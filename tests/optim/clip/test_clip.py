@@ -69,6 +69,18 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
         return stats.group_norms.tolist(), norms, float(stats.total_norm), steps
 
 
+def test_group_norms_include_empty_param_groups() -> None:
+    model, registry = small()
+    groups: Any = [{"params": []}, {"params": [*model.parameters()]}, {"params": []}, {"params": [], "max_norm": 0.5}]
+    optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=1.0), registry, max_norm=1.0)
+    optimizer.backward(model(torch.ones(2, 4)).square().sum())
+    stats = optimizer.step()
+    assert stats is not None
+    norm = float(stats.total_norm)
+    assert stats.group_norms.tolist() == pytest.approx([0.0, norm, 0.0, 0.0])
+    assert float(stats.clip_coef) == pytest.approx(min(1.0, 1 / norm), rel=1e-5)
+
+
 def test_param_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: World) -> None:
     for rank, (groups, parameters, total, (first, second)) in enumerate(world.run(2, group_norms)):
         assert groups == pytest.approx([5.0, 10.0, 0.0])

@@ -319,7 +319,7 @@ class ClipState:
     def tensors_on(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the state tensors by name. Create them from loaded or initial values if no step has created them.
 
-        Host synchronization: none.
+        Host synchronization: none, unless the tensors are on another device.
         """
         self._create_tensors(torch.empty((), dtype=accumulation_dtype(device), device=device))
         return self.tensors
@@ -394,8 +394,9 @@ class ClipState:
         """Replace the state by ``saved``, the result of `state_dict` on this or another mesh or layout.
 
         For a rule without state, nothing is loaded. If ``saved`` is None, belongs to another rule, or has other state
-        names or lengths, this method warns, and the state starts from its initial values. It also warns if a parameter in
-        `names` has no saved value; the state of this parameter starts from its initial value.
+        names or lengths, this method warns, and the state starts from its initial values. It does not warn if the saved
+        state is empty, as before the first step. It also warns if a parameter in `names` has no saved value; the state of
+        this parameter starts from its initial value.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.

@@ -95,9 +95,12 @@ class Precision(ABC):
         """
         for name, module in model.named_modules():
             if (mode := getattr(module, _MARK, None)) is not None:
+                write = f"build a new model for {self.name!r}"
+                if module is model and mode == self.name:
+                    write = "use the model as it is, without a second call of prepare() or boost()"
                 raise ValueError(
-                    f"{name or type(model).__name__} has already been prepared for {mode!r}; a model can be prepared for a "
-                    f"precision mode only once, so build a new model for {self.name!r}"
+                    f"{name or type(model).__name__} has already been prepared for {mode!r}, and a model can be prepared "
+                    f"for a precision mode only once; {write}"
                 )
         self._prepare(model, registry)
         setattr(model, _MARK, self.name)

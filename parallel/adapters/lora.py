@@ -594,6 +594,6 @@ def _registry_for(base: nn.Module, registry: ProcessGroupRegistry | None, name: 
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"{name} is a {type(base).__name__}, which has no ProcessGroupRegistry; pass the registry of the model as "
-            "registry="
+            "registry=, for DTensors for example ProcessGroupRegistry.from_device_mesh(mesh)"
         )
     return ProcessGroupRegistry(Topology())

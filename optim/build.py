@@ -75,7 +75,7 @@ from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
 from .step.update import check_steps_on_gpu, check_steps_without_closure, steps_on_device
 from .step.window import Window
-from .step.wrapped_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
+from .step.wrapped_optimizer import CombinedOptimizer, asks_other_ranks, check_not_replaced, kind_of, parts_of
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
@@ -162,6 +162,8 @@ class Setup:
             if switch := switch_of(modules_in(self.data_parallel)):
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
+                if self.average_data:
+                    switch.check_members(plan.entries, [param for group in groups for _, param in group], topology)
             if self.sum_order == "fixed":
                 check_fixed_order(plan.entries, [param for group in groups for _, param in group], topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
@@ -191,10 +193,13 @@ class Setup:
         if not (precision.masters or precision.stochastic_rounding):
             return
         if found and not found & {*HALF_DTYPES}:
+            is_scaled = precision.make_loss_scale("cpu") is not None
+            without = "give precision='fp16', which only scales the loss" if is_scaled else "leave precision= out"
             raise ValueError(
                 f"precision={precision.name!r} needs half-precision parameters, but all parameters of the optimizer are "
                 f"{', '.join(sorted(map(str, found)))}: call meshstep.amp.precision_of({precision.name!r}).prepare(model) "
-                "before you create the optimizer"
+                "before you create the optimizer. If they should stay so, such as float32 adapters of a frozen "
+                f"half-precision model, {without}"
             )
 
     def _settings(self) -> dict[str, object]:
@@ -702,6 +707,9 @@ def as_one(
     check_registry(registry)
 
     def made() -> torch.optim.Optimizer:
+        for part in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
+            if isinstance(part, torch.optim.Optimizer):
+                check_not_replaced(part)
         if isinstance(optimizer, (list, tuple)):
             return CombinedOptimizer(optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):

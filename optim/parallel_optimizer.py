@@ -67,6 +67,7 @@ from .step.wrapped_optimizer import (
     guard_calls,
     own_calls,
     parts_of,
+    record_remains,
     unchanged,
 )
 
@@ -149,7 +150,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages
             gradients in the last micro-batch of a window. A list of modules on a rank with several pipeline stages.
             None (default): `step` averages the gradients. `step` also averages the gradients of parameters that
-            `fully_shard` left out.
+            `fully_shard` left out. A parameter that torch's `DistributedDataParallel` does not have is an error.
         average_data: True (default): the optimizer or ``data_parallel`` averages gradients over the data axes. False:
             other code averages them. In both cases the optimizer sums partial gradients and the gradients of tied
             parameters.
@@ -333,6 +334,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._skips = SkipMonitor(self._device)
             self.last_stats: GradStats | None = None
             guard_calls(optimizer, self)
+        record_remains(optimizer, self._model_params, left_out)
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
@@ -888,7 +890,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             added = named_params_of([group])
             known = {id(param) for params in self._given for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
-                raise ValueError(f"{twice} of the new group's parameters are in another group already; leave them out")
+                raise ValueError(
+                    f"{twice} of the new group's parameters are in another group already: leave them out of the new group. "
+                    "If they were frozen before, call refresh(), and they train in their own group"
+                )
             where = {str(param.device) for _, param in added}
             if not any(self._groups) and where - {str(self._device)}:
                 raise ValueError(
@@ -956,9 +961,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if id(param) in inside:
                 raise RuntimeError(
                     f"{name} was unfrozen, but the DistributedDataParallel in data_parallel= was created while {name} was "
-                    "frozen, and does not reduce its gradient: create the DistributedDataParallel and the "
-                    "ParallelOptimizer again, or use neither DistributedDataParallel nor data_parallel=, so that step() "
-                    "averages the gradients"
+                    "frozen, and does not reduce its gradient: create the DistributedDataParallel, the torch optimizer and "
+                    "the ParallelOptimizer again, or use neither DistributedDataParallel nor data_parallel=, so that "
+                    "step() averages the gradients"
                 )
 
     def _bind_again(
@@ -970,6 +975,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         plan, thresholds, self._agreement = agreed
         self._groups, self._states.left_out = groups, left_out
         self._bind(plan, thresholds)
+        record_remains(self.optimizer, self._model_params, left_out)
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:

@@ -238,8 +238,8 @@ def begin(path: Path, known: str | None) -> Path:
     if newest is not None and newest.name != known:
         raise ValueError(
             f"{newest} is the newest checkpoint under {path}, but the last one that this optimizer saved or loaded there "
-            f"is {known or 'none'}; saving could remove another run's checkpoint. Load {newest.name} with "
-            f"load_checkpoint first, give a path that only this run uses, or remove {newest.name}"
+            f"is {known or 'none'}; saving could remove another run's checkpoint. To continue that run, load {newest.name} "
+            f"with load_checkpoint before the first step; else give a path that only this run uses, or remove {newest.name}"
         )
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.iterdir():

@@ -27,7 +27,7 @@ from ..norm.global_norm import GlobalNorm, PackedSum
 from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
-from ..norm.replicas import ReplicaCheck, ReplicaMismatchError, advice_on
+from ..norm.replicas import BROADCAST, ReplicaCheck, ReplicaMismatchError, advice_on
 from .base import ClipState, check_number_threshold
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
 from .rules import ClipSpec, check_packed, clip_of, planned_for
@@ -350,7 +350,9 @@ def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry
     totals = check.slots(listed.gradients)
     dist.all_reduce(totals, group=registry.group(*registry.topology.axes))
     if mismatches := check.mismatches(totals.cpu()):
-        advice = advice_on("pass registry=, and the call does not compare replicas", "meshstep.optim.clip_grad_norm_")
+        advice = advice_on(
+            "pass registry=, and the call does not compare replicas", "meshstep.optim.clip_grad_norm_", BROADCAST
+        )
         raise ReplicaMismatchError(mismatches, "replicas differ, and gradients are unchanged", advice)
     state.checked = True
 

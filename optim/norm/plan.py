@@ -115,6 +115,8 @@ def entries_of(
                 given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
             )
             check_dense_real(param, name)
+            if topology.world_size > 1:
+                check_not_flattened(whole, name)
             if not undeclared_are_replicas and _is_undeclared(whole, param, annotation, topology, meshed):
                 undeclared.append(name)
             entries.append(
@@ -214,6 +216,18 @@ def check_unused(params: object) -> None:
         raise ValueError(
             "params is an exhausted generator, which has no parameters left: give list(model.parameters()), "
             "or call model.parameters() again"
+        )
+
+
+def check_not_flattened(param: Tensor, name: str) -> None:
+    """Raise TypeError if torch's `FullyShardedDataParallel` (FSDP1) has flattened and sharded the parameter.
+
+    Such a parameter is a plain tensor without a mesh, so it would count as replicated.
+    """
+    if getattr(param, "_fsdp_flattened", False):
+        raise TypeError(
+            f"{name} is a flattened shard of FullyShardedDataParallel (FSDP1), which is not supported: shard the model "
+            "with torch.distributed.fsdp.fully_shard instead"
         )
 
 

@@ -288,6 +288,20 @@ def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration])
     return next(((of.name, of.group, group_of[of.name]) for of in mine if of.group != group_of[of.name]), None)
 
 
+def _advice(one: Declaration | None, other: Declaration | None, tied: bool) -> str:
+    """Return how to correct two declarations that differ. None: the rank has no such parameter."""
+    if one is not None and other is not None and (tied or one.name == other.name):
+        layouts, groups, trained = zip(one[1:], other[1:], strict=True)
+        fields = {"spec, shape and dtype": layouts, "param group": groups, "requires_grad": trained}
+        same = " and the same ".join(name for name, (own, theirs) in fields.items() if own != theirs)
+        return f"give {one.name} the same {same} on both ranks"
+    stages = "" if one and other else ". If the ranks are pipeline stages, give their mesh axis the role 'pipe'"
+    return (
+        "declare the same parameters in the same order on both, or declare the ranks that hold them with owned= or tied="
+        + stages
+    )
+
+
 def _difference(first: int, mine: list[Declaration], second: int, theirs: list[Declaration], tied: bool) -> str:
     if not tied and (regrouped := _first_regrouped(mine, theirs)):
         name, own_group, other_group = regrouped
@@ -308,7 +322,6 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
             differ = "different parameters" if is_missing else "the same parameters but declare them differently"
             return (
                 f"ranks {first} and {second} hold {differ}, first in {(one or other or mine[0]).name}: rank {first} has "
-                f"[{shown[0]}], rank {second} has [{shown[1]}]; declare the same parameters in the same order on both, or "
-                "declare the ranks that hold them with owned= or tied="
+                f"[{shown[0]}], rank {second} has [{shown[1]}]; {_advice(one, other, tied)}"
             )
     raise AssertionError("digests differ but declarations do not")

@@ -26,23 +26,27 @@ from .plan import ReductionPlan
 States = Callable[[], Sequence[Mapping[str, Tensor]]]
 
 
-def advice_on(may_differ: str, instead: str) -> str:
+def advice_on(may_differ: str, instead: str, copied: str) -> str:
     """Return a text with the possible causes of replicas that differ in the first step, and how to correct them.
 
-    ``may_differ`` says how to turn the comparison off. ``instead`` replaces `torch.nn.utils.clip_grad_norm_`, as in
-    "max_norm=".
+    ``may_differ`` says how to turn the comparison off, and ``copied`` how to make weights equal. ``instead`` replaces
+    `torch.nn.utils.clip_grad_norm_`, as in "max_norm=".
     """
     return (
-        "A parameter that differs was initialized or updated differently on the ranks, or is a shard that is declared "
-        "replicated. Use the same seed on all replicas, or call broadcast_weights(model, registry), which copies weights "
-        "along data axes, or align_replicas(optimizer), which copies them along all axes. A gradient that differs lacks an "
-        "all-reduce over that axis in backward (or P(partial=...) in the declared spec), was computed from another batch "
-        f"(if replicas may differ, {may_differ}), or was changed on each rank after backward (use {instead} instead of "
-        "torch.nn.utils.clip_grad_norm_)"
+        "A parameter that differs was initialized or updated differently on the ranks, or is a shard whose spec does not "
+        f"name that axis (declare it). Use the same seed on all replicas; or {copied}. A gradient that differs belongs to "
+        "such a shard, lacks an all-reduce over that axis in backward (or P(partial=...) in the declared spec), was "
+        f"computed from another batch (if replicas may differ, {may_differ}), or was changed on each rank after backward "
+        f"(use {instead} instead of torch.nn.utils.clip_grad_norm_)"
     )
 
 
-ADVICE = advice_on("use check_replicas=False", "max_norm=")
+BROADCAST = "call broadcast_weights(model, registry), which copies weights along data axes"
+ADVICE = advice_on(
+    "use check_replicas=False",
+    "max_norm=",
+    f"{BROADCAST}, before you create the optimizer; or align_replicas(optimizer), which copies them along all axes",
+)
 
 
 class ReplicaMismatchError(RuntimeError):
@@ -451,9 +455,10 @@ class EqualShards:
             raise ValueError(
                 f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
                 f"weights and gradients, as replicas are; the norm would count it {size} times. Nothing was stepped. "
-                f"If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same seed, "
-                "draw the full tensor and take this rank's shard with meshstep.parallel.shard, or use another seed per "
-                f"coordinate on {axis!r}. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
+                f"If it is a replica, declare it without {axis!r}: P(), or a spec with its other axes. If each rank drew "
+                "its shard from the same seed, draw the full tensor and take this rank's shard with "
+                f"meshstep.parallel.shard, or use another seed per coordinate on {axis!r}. If the shards are equal on "
+                "purpose, turn the comparison off: check_replicas=False"
             )
 
 

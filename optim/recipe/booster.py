@@ -139,13 +139,10 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         return
-    advice = (
-        "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with "
-        f"sampler=DistributedSampler(dataset, num_replicas={size}, rank={rank})"
-    )
     batch_sampler = loader.batch_sampler
     # a loader with a batch sampler does not use loader.sampler
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+    advice = _loader_advice(sampler, size, rank)
     if isinstance(sampler, DistributedSampler):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ValueError(
@@ -157,6 +154,23 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
             f"the loader's {type(sampler).__name__} doesn't divide its samples between the {size} data coordinates (ranks "
             f"with different data coordinates must get different samples); {advice}"
         )
+
+
+def _loader_advice(sampler: object, size: int, rank: int) -> str:
+    """Return the loader to create instead of one with ``sampler``, with the same samples and order of an epoch."""
+    shuffle, dataset, drawn = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False), "dataset", ""
+    if isinstance(sampler, SubsetRandomSampler):
+        shuffle, dataset, drawn = True, "subset", " and subset = torch.utils.data.Subset(dataset, indices)"
+    elif isinstance(sampler, WeightedRandomSampler):
+        dataset = "subset"
+        drawn = (
+            " and, in each epoch, subset = torch.utils.data.Subset(dataset, [*sampler]), where the sampler has a generator "
+            "with the same seed on every rank"
+        )
+    return (
+        f"create the loader with booster.prepare_dataloader({dataset}, batch_size, shuffle={shuffle}, ...), or with "
+        f"sampler=DistributedSampler({dataset}, num_replicas={size}, rank={rank}, shuffle={shuffle}){drawn}"
+    )
 
 
 def first_samples(loader: Any) -> str | None:

@@ -177,7 +177,8 @@ class Pipeline:
             if isinstance(value, Tensor) and (value.dim() == 0 or value.size(0) % parts):
                 raise ValueError(
                     f"a tensor of shape {tuple(value.shape)} can't be split into {parts} equal micro-batches along dim 0; "
-                    f"give a multiple of {parts} samples (drop_last=True), or create the schedule with chunk specs"
+                    f"give a multiple of {parts} samples (drop_last=True). If the samples are not along dim 0, create the "
+                    "schedule with chunk specs"
                 )
 
     def __repr__(self) -> str:

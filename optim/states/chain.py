@@ -741,7 +741,7 @@ class TransformChain:
                 was, now = (of.dtype, param.dtype) if param.dtype != of.dtype else (of.device, param.device)
                 return (
                     f"{of.name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
-                    "you make ParallelOptimizer, or make the optimizer again"
+                    "you make ParallelOptimizer, or make the torch optimizer and the ParallelOptimizer again"
                 )
         return None
 

@@ -85,6 +85,9 @@ _ACROSS_TENSORS = (
 _QUANTIZED = ("8bit", "4bit", "Fp8")  # endings of class names
 _SAY_SO = "or, if the update of this optimizer is elementwise, set optimizer.elementwise = True"
 _ALIKE = "Use an optimizer with an elementwise update (AdamW, Lion, ...)"
+_STEP_SIZE = (
+    "estimates its step size from all parameters together, so parts of the model would get different step sizes"
+)
 _WAY_OUT = (
     f"{_ALIKE}, use one that gathers full tensors (meshstep.optim.Muon, SOAP, ...), or step full tensors with "
     f"meshstep.optim.whole.whole(optimizer); {_SAY_SO}"
@@ -107,6 +110,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
                 "meshstep.optim.whole.whole(optimizer), use an optimizer with float32 or bfloat16 states "
                 "(AdamW, HalfStates), or accept the difference with optimizer.elementwise = True"
             )
+        if reason is not None and _across_tensors(part):
+            raise ValueError(f"{why}, but {type(part).__name__} {_STEP_SIZE}. {_ALIKE}")
         if reason is not None:
             raise ValueError(f"{why}, which requires an optimizer whose update is elementwise; {reason}. {_WAY_OUT}")
 
@@ -142,10 +147,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     for part in parts_of(optimizer):
         name, said = type(part).__name__, getattr(part, "elementwise", False)
         if _across_tensors(part) and not said:
-            raise ValueError(
-                f"{why}, but {name} estimates its step size from all parameters together, so parts of the model would get "
-                f"different step sizes. {_ALIKE}"
-            )
+            raise ValueError(f"{why}, but {name} {_STEP_SIZE}. {_ALIKE}")
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
                 f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so parts of the "

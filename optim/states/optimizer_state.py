@@ -85,10 +85,17 @@ class Coordinates:
             raise ValueError(f"the state has coordinates={saved!r}, not a mapping; give the result of state_dict()")
         found = {axis: tuple(where) for axis, where in axes.items()}
         if found != dict(self.axes):
+            is_same_mesh = {axis: where[1:] for axis, where in found.items()} == {
+                axis: where[1:] for axis, where in self.axes.items()
+            }
+            write = (
+                "load on every rank the state that the same rank saved"
+                if is_same_mesh
+                else "continue on the mesh and with the layouts of the saved run"
+            )
             raise ValueError(
                 f"the state was saved at mesh coordinate {_shown(found)}, but this rank has mesh coordinate "
-                f"{_shown(self.axes)}: load on every rank the state that the same rank saved, or use save_checkpoint and "
-                "load_checkpoint, which reshard"
+                f"{_shown(self.axes)}: {write}, or use save_checkpoint and load_checkpoint, which reshard"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

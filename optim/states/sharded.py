@@ -454,9 +454,14 @@ class Sharded(StatePlacement):
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
         if self.gradients and role == "data" and not context.averages_data and context.tree is None:
+            instead = (
+                "remove average_data=False and the code that averages gradients"
+                if switch is None
+                else "leave data_parallel out and don't wrap the model"
+            )
             raise ValueError(
-                "Sharded(gradients=True) requires that the optimizer itself averages gradients over the data axes: leave "
-                "data_parallel and average_data out, or leave gradients=True out"
+                "Sharded(gradients=True) requires that the optimizer itself averages gradients over the data axes: "
+                f"{instead}, or leave gradients=True out"
             )
         if context.overlap:
             raise ValueError(

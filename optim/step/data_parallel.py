@@ -38,7 +38,7 @@ def check_gradient_reduction(
     if overlap and modules:
         raise ValueError(
             f"overlap=True with data_parallel={type(modules[0]).__name__}: the module reduces gradients during backward "
-            "itself; leave out one of the two arguments"
+            "itself; leave overlap=True out, or leave data_parallel out and don't wrap the model"
         )
     if overlap and not average_data:
         raise ValueError(
@@ -53,15 +53,15 @@ def check_gradient_reduction(
         raise ValueError(f"sum_order={sum_order!r}: give 'any' or 'fixed'")
     if sum_order == "fixed":
         given = {
-            "data_parallel=...": bool(modules),
-            "average_data=False": not average_data,
-            "overlap=True": overlap,
-            "compression=...": compression is not None,
+            "data_parallel=...": (bool(modules), "leave data_parallel out and don't wrap the model"),
+            "average_data=False": (not average_data, "remove average_data=False and the code that averages gradients"),
+            "overlap=True": (overlap, "leave overlap out"),
+            "compression=...": (compression is not None, "leave compression out"),
         }
-        for argument in (name for name, is_given in given.items() if is_given):
+        for argument, instead in ((name, text) for name, (is_given, text) in given.items() if is_given):
             raise ValueError(
                 f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients after "
-                "the last backward: leave out one of the two arguments"
+                f"the last backward: leave sum_order='fixed' out, or {instead}"
             )
         if accumulation_steps is None:
             raise ValueError(
@@ -261,6 +261,11 @@ class TorchGradSync(GradSyncController):
         self.is_ddp = True in by_ddp
         self.float32_grads = not self.is_ddp  # DDP fails if a gradient has another dtype than its parameter
         for given, module in zip(modules, self.modules, strict=True):
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise TypeError(
+                    "data_parallel=FullyShardedDataParallel (FSDP1) is not supported: shard the model with "
+                    "torch.distributed.fsdp.fully_shard instead, and give its root module"
+                )
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
                 raise TypeError(
                     f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
@@ -320,6 +325,29 @@ class TorchGradSync(GradSyncController):
                     "DistributedDataParallel must not average its gradient: do not wrap the model in "
                     "DistributedDataParallel, and leave data_parallel out, so that the optimizer reduces gradients by the "
                     "specs"
+                )
+
+    def check_members(self, entries: Iterable[ParameterEntry], params: Iterable[Tensor], topology: Topology) -> None:
+        """Raise ValueError if a `DistributedDataParallel` (DDP) does not reduce the gradient of a trained parameter.
+
+        DDP reduces the gradients of the parameters that the model had when DDP was made. Parameters that the user makes
+        DDP ignore are accepted. With ``device_mesh=``, DDP may replace parameters, so nothing is checked.
+        """
+        modules = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
+        if topology.size(*topology.data_axes) == 1 or any(hasattr(module, "device_mesh") for module in modules):
+            return
+        known: set[int] = set()
+        for module in modules:
+            known.update(map(id, (*module._module_parameters, *module._delay_all_reduce_params)))
+            ignored, named = module.parameters_to_ignore, module.module.named_parameters()
+            known.update(id(param) for name, param in named if name in ignored)
+        for entry, param in zip(entries, params, strict=True) if modules else ():
+            if entry.trained and id(param) not in known:
+                raise ValueError(
+                    f"{entry.name} is not in the DistributedDataParallel in data_parallel=, so its gradient would not be "
+                    "averaged, and replicas would diverge. Wrap the model with DistributedDataParallel after its last "
+                    "change (a new head, an adapter), and create the optimizers after that. If other code averages this "
+                    "gradient, give average_data=False"
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:

@@ -390,10 +390,10 @@ class Window:
         """
         ends = self.is_full or (final and self.micro_batches > 0)
         if self.phase == "broken":
-            error = self._broken_error()
             if ends and may_defer:
-                self.defer(error)
+                self.defer(self._broken_error(is_skipped=True))
                 return True
+            error = self._broken_error()
             if ends:
                 self.count_failure(error)
             raise error
@@ -632,10 +632,21 @@ class Window:
         if self.phase == "broken":
             raise self._broken_error()
 
-    def _broken_error(self) -> RuntimeError:
+    def _broken_error(self, is_skipped: bool = False) -> RuntimeError:
+        """Return the error for a broken window. ``is_skipped``: all ranks skip the step, and this rank raises the error."""
+        cause = "a backward since the last step raised an error, so the accumulated gradients are incomplete"
+        repeat = "call optimizer.zero_grad() on all ranks, and repeat all micro-batches since the last step"
+        if self.alone:
+            return RuntimeError(f"{cause}: {repeat}")
+        if is_skipped:
+            return RuntimeError(
+                f"{cause}. All ranks skip this step, and raise an error within 16 steps: catch both errors and go on with "
+                "the next micro-batch, or resume from a checkpoint"
+            )
         return RuntimeError(
-            "a backward since the last step raised an error, so the accumulated gradients are incomplete: call "
-            "optimizer.zero_grad() on all ranks, and repeat all micro-batches since the last step"
+            f"{cause}. If the backward raised on every rank, {repeat}. If it raised on this rank only, call step() as the "
+            "other ranks do, and all ranks skip the step; with accumulation_steps= or data_parallel=, resume from a "
+            "checkpoint instead"
         )
 
 

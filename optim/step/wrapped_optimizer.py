@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...parallel.mesh.text import some
 
 OPTIMIZER_INDEX = "optimizer"
 COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # torch's copies and pickles omit these attributes
@@ -346,6 +348,59 @@ def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
         (guard or CallGuard(part, listed=index > 0)).add_owner(owner)
 
 
+# A second wrapper around the same torch optimizer --------------------------------------------------------------------
+
+_REMAINS = "_meshstep_remains"  # name of an attribute of a wrapped torch optimizer; torch's copies omit it
+
+
+class Remains(NamedTuple):
+    """The changes to a torch optimizer's param groups that stay after its `ParallelOptimizer` is deleted.
+
+    ``replaced``: the groups have other tensors than the model's parameters. ``left_out``: frozen parameters that were
+    removed from the groups, by name.
+    """
+
+    replaced: bool
+    left_out: Sequence[tuple[str, Tensor]]
+
+
+def record_remains(
+    optimizer: torch.optim.Optimizer, given: Sequence[Tensor], left_out: Sequence[tuple[str, Tensor]]
+) -> None:
+    """Record the `Remains` of a `ParallelOptimizer` that trains the model parameters ``given``.
+
+    Parameters that an earlier `ParallelOptimizer` left out stay recorded, except those in ``given``.
+    """
+    own = {id(param) for param in given}
+    for part in parts_of(optimizer):
+        replaced = any(id(tensor) not in own for group in part.param_groups for tensor in group["params"])
+        earlier: Remains | None = vars(part).get(_REMAINS)
+        known = {id(param): (name, param) for name, param in (*(earlier.left_out if earlier else ()), *left_out)}
+        vars(part)[_REMAINS] = Remains(replaced, [pair for key, pair in known.items() if key not in own])
+
+
+def check_not_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an earlier `ParallelOptimizer` took trained parameters out of the optimizer's param groups.
+
+    A second `ParallelOptimizer` would silently not train these parameters.
+    """
+    for part in parts_of(optimizer):
+        remains: Remains | None = vars(part).get(_REMAINS)
+        if remains is None:
+            continue
+        unfrozen = [name for name, param in remains.left_out if param.requires_grad]
+        if remains.replaced or unfrozen:
+            change = (
+                "replaced parameters in its param groups by other tensors (master weights, shards or copies)"
+                if remains.replaced
+                else f"removed {some(unfrozen)} from its param groups, frozen then and trained now"
+            )
+            raise ValueError(
+                f"a ParallelOptimizer has wrapped this {type(part).__name__} before, and {change}: create the torch "
+                "optimizer again from the model's parameters, and wrap the new one"
+            )
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     others = any(type(hook) is not CallGuard for hook in _step_pre_hooks(optimizer).values())
     return others or bool(optimizer._optimizer_step_post_hooks)
@@ -365,5 +420,6 @@ def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
 def remove_guard(copied: torch.optim.Optimizer) -> None:
     """Remove the guard from a shallow copy of a wrapped optimizer. The original keeps its guard."""
     remove_forwarding(copied)
+    vars(copied).pop(_REMAINS, None)
     kept = OrderedDict((key, hook) for key, hook in _step_pre_hooks(copied).items() if type(hook) is not CallGuard)
     copied._optimizer_step_pre_hooks = kept  # a new dict, because the copy has the dict of the original

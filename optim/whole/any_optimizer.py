@@ -286,8 +286,8 @@ def _check(optimizer: object) -> None:
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
         raise ValueError(
-            f"whole({name}): {name} has another optimizer in its attribute {', '.join(within)}; call whole() on that "
-            "optimizer instead"
+            f"whole({name}): {name} has another optimizer in its attribute {', '.join(within)}, which whole() would step "
+            f"without full tensors; leave {name} out, and pass whole() and ParallelOptimizer the inner optimizer alone"
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ValueError(

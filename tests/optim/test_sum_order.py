@@ -350,6 +350,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"accumulation_steps": None}, "give accumulation_steps=1"),
         ({"overlap": True}, "overlap=True with sum_order='fixed'"),
         ({"average_data": False}, "average_data=False with sum_order='fixed'"),
+        ({"data_parallel": nn.Linear(1, 1)}, "leave data_parallel out and don't wrap the model"),
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
         ({"reduction": "per_group"}, "which needs reduction='packed': leave reduction= out"),

@@ -55,7 +55,9 @@ def test_save_checkpoint_rejects_invalid_keep_argument(tmp_path: Path, keep: Any
 def second_run(path: Path) -> list[str]:
     first, second = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
     save_checkpoint(path, first.model, first.optimizer, extra="first")
-    with pytest.raises(ValueError, match="Load meshstep-00000001 with load_checkpoint first, give a path") as error:
+    with pytest.raises(
+        ValueError, match="load meshstep-00000001 with load_checkpoint before the first step; else"
+    ) as error:
         save_checkpoint(path, second.model, second.optimizer, extra="second")
     assert names(path) == ["meshstep-00000001"]
     # A run may save after it has loaded the other run's checkpoint; then the first run may not save.

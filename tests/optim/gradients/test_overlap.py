@@ -371,7 +371,8 @@ def refused(kind: str) -> str:
         ("nothing to reduce", "so backward has none to reduce; leave out one of the two arguments"),
         (
             "module",
-            "overlap=True with data_parallel=DistributedDataParallel: the module reduces gradients during backward",
+            "overlap=True with data_parallel=DistributedDataParallel: the module reduces gradients during backward itself; "
+            "leave overlap=True out, or leave data_parallel out and don't wrap the model",
         ),
         ("bytes", ">= 1"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -354,12 +355,35 @@ def test_boost_accepts_only_loaders_that_distribute_samples_over_data_ranks(worl
             assert re.search(message, text) if message else text == "", (how, texts)
 
 
+@pytest.mark.parametrize(
+    ("how", "advice"),
+    [
+        ("shuffled batches", "prepare_dataloader(dataset, batch_size, shuffle=True, ...)"),
+        ("in order", "prepare_dataloader(dataset, batch_size, shuffle=False, ...)"),
+        ("in order", "sampler=DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=False)"),
+        ("batches of another distributed sampler", "prepare_dataloader(dataset, batch_size, shuffle=True, ...)"),
+        ("subset", "prepare_dataloader(subset, batch_size, shuffle=True, ...)"),
+        ("subset", "subset = torch.utils.data.Subset(dataset, indices)"),
+        ("weighted", "prepare_dataloader(subset, batch_size, shuffle=False, ...)"),
+        ("weighted", "in each epoch, subset = torch.utils.data.Subset(dataset, [*sampler])"),
+    ],
+)
+def test_loader_advice_keeps_the_samples_and_the_order_of_the_given_loader(how: str, advice: str) -> None:
+    registry = SimpleNamespace(
+        topology=Topology(data=2), size=lambda *_: 2, rank=lambda *_: 0, global_rank=0, coordinate={"data": 0}
+    )
+    loader = DataLoader(dataset(), 4) if how == "in order" else loader_of(how, registry)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        check_loader(loader, registry)  # type: ignore[arg-type]
+
+
 def test_loader_advice_on_mesh_without_sample_axes_is_valid() -> None:
     """On such a mesh, ``registry.rank(*registry.topology.sample_axes)`` raises."""
     with ProcessGroupRegistry(Topology(tensor=1)) as registry:
         sampler: Any = DistributedSampler(dataset(), num_replicas=2, rank=1)
         with pytest.raises(
-            ValueError, match=r"rank 1 of 2, .*sampler=DistributedSampler\(dataset, num_replicas=1, rank=0\)"
+            ValueError,
+            match=r"rank 1 of 2, .*sampler=DistributedSampler\(dataset, num_replicas=1, rank=0, shuffle=True\)",
         ):
             check_loader(DataLoader(dataset(), 4, sampler=sampler), registry)
         check_loader(DataLoader(dataset(), 4, sampler=DistributedSampler(dataset(), num_replicas=1, rank=0)), registry)

@@ -319,7 +319,7 @@ def refusals(case: str) -> str:
         ("group", r"give PipelineStage(..., group=registry.group('pipe'))"),
         ("ddp", "so DistributedDataParallel would never average them"),
         ("by name", "give None, 'zero1', 'zero2' or 'fsdp'"),
-        ("uneven", "can't be split into 4 equal micro-batches"),
+        ("uneven", "(drop_last=True). If the samples are not along dim 0, create the schedule with chunk specs"),
         ("weight", "create the schedule with scale_grads=False"),
         ("no schedule", "give a schedule of torch.distributed.pipelining"),
     ],

@@ -61,7 +61,7 @@ def test_step_after_dtype_conversion_of_model_raises_and_names_parameter(world: 
                 assert text.startswith(
                     f"0.weight was {dtype} when the optimizer was made, and is {to} now: convert and"
                 )
-                assert "make the optimizer again" in text
+                assert "make the torch optimizer and the ParallelOptimizer again" in text
                 assert is_unchanged
 
 

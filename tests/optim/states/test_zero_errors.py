@@ -58,8 +58,8 @@ def refused(kind: str) -> str:
     ("kind", "says"),
     [
         ("axis", "the mesh has no such axis or alias (axes: data)"),
-        ("ddp", "leave data_parallel"),
-        ("average_data=False", "leave data_parallel and average_data out"),
+        ("ddp", "leave data_parallel out and don't wrap the model, or leave gradients=True out"),
+        ("average_data=False", "remove average_data=False and the code that averages gradients, or leave"),
         ("optimizer", "optimizer.elementwise = True"),
         ("offload", "Offloaded(1.5)"),
         ("frozen on one rank", "param group 0, frozen]"),

@@ -123,11 +123,12 @@ def added_within_no_sync(overlap: bool) -> tuple[list[float], list[float]]:
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
         annotate(model.weight, P(), "w")
+        model.register_parameter("later", weight("later"))
         wrapped = model if overlap else DistributedDataParallel(model)
         ddp = None if overlap else wrapped
-        optimizer = ParallelOptimizer(sgd(model.parameters()), registry, data_parallel=ddp, overlap=overlap)
+        optimizer = ParallelOptimizer(sgd([model.weight]), registry, data_parallel=ddp, overlap=overlap)
         with optimizer.no_sync():
-            optimizer.add_param_group({"params": [weight("later")]})
+            optimizer.add_param_group({"params": [model.later]})
             optimizer.backward(wrapped(torch.full((1, 4), 1.0 + registry.global_rank)).sum())
             assert model.weight.grad is not None
             gradient: list[float] = model.weight.grad.flatten().tolist()

@@ -5,19 +5,21 @@ axes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded, clip_grad_norm_
 from meshstep.optim.step.data_parallel import MegatronGradSync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.interop.dtensor import keep_specs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -177,3 +179,25 @@ def test_megatron_data_parallel_group_that_differs_from_data_axes_raises(world: 
 def test_unsupported_settings_of_megatron_ddp_raise(options: dict[str, bool], said: str) -> None:
     with pytest.raises(ValueError, match=f"unsupported setting: {said}"):
         MegatronGradSync(AsInMegatron(None, **options))
+
+
+def flattened(how: str, original: bool) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = FullyShardedDataParallel(nn.Linear(8, 8), use_orig_params=original, device_id=torch.device("cpu"))
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        calls: dict[str, Callable[[], object]] = {
+            "module": partial(ParallelOptimizer, sgd, registry, data_parallel=model),
+            "parameters": partial(ParallelOptimizer, sgd, registry, check_replicas=False),
+            "clip": partial(clip_grad_norm_, model.parameters(), 1.0, registry),
+        }
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(TypeError, match=r"\(FSDP1\).* is not supported: .*fully_shard instead") as caught:
+            calls[how]()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("how", ["module", "parameters", "clip"])
+def test_fsdp1_raises_because_its_shards_would_count_as_replicas(world: World, how: str, original: bool) -> None:
+    for text in world.run(2, flattened, how, original):
+        assert ("data_parallel=" if how == "module" else "is a flattened shard of") in text

@@ -62,7 +62,8 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     ),
     "another shape on one rank": (
         lambda: wrap(parameter(P(), 4 + dist.get_rank() % 2)),
-        r"rank 0 has \[weight: P\(\), shape \(4\).*rank 1 has \[weight: P\(\), shape \(5\)",
+        r"rank 0 has \[weight: P\(\), shape \(4\).*rank 1 has \[weight: P\(\), shape \(5\).*; "
+        "give weight the same spec, shape and dtype on both ranks",
     ),
     "another order on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in ("ab" if dist.get_rank() else "ba")]),
@@ -70,7 +71,8 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     ),
     "one parameter more on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 2 + dist.get_rank() // 3]]),
-        r"hold different parameters, first in c: rank 0 has \[no such parameter\], rank 3 has \[c: ",
+        r"hold different parameters, first in c: rank 0 has \[no such parameter\], rank 3 has \[c: .*; declare the same "
+        "parameters in the same order .* If the ranks are pipeline stages, give their mesh axis the role 'pipe'",
     ),
     "one parameter fewer on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 3 - dist.get_rank() // 3]]),

@@ -134,6 +134,56 @@ def test_parameters_of_data_parallel_module_left_out_of_the_optimizer_raise(worl
         assert f"{MISSING} ranks 0-1: head.weight, head.bias. " in text
 
 
+# Parameters that were added after DistributedDataParallel was made ------------------------------------------------------
+
+
+def beside_ddp(how: str) -> tuple[str, list[Tensor]]:
+    """Return the error and the weights after a step. ``how`` says which parameters the module does not have."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        net = Net()
+        if how == "ignored":
+            ignored = ["head.weight", "head.bias"]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        model = DistributedDataParallel(net, process_group=registry.group("data"))
+        options: dict[str, Any] = {"data_parallel": model, "check_replicas": False}
+        if how == "wrapped again":
+            net.body = Adapted(net.body)  # type: ignore[assignment]
+            options["data_parallel"] = model = DistributedDataParallel(net, process_group=registry.group("data"))
+        early = how == "added to the optimizer" and ParallelOptimizer(adamw(net), registry, **options)
+        if how not in ("ignored", "wrapped again"):
+            net.body = Adapted(net.body)  # type: ignore[assignment]
+        if how == "averaged by other code":
+            options["average_data"] = False
+        try:
+            if early:
+                early.add_param_group({"params": net.body.adapter.parameters()})  # type: ignore[union-attr]
+            optimizer = ParallelOptimizer(adamw(net), registry, **options)
+        except ValueError as error:
+            return str(error), []
+        optimizer.backward(model(torch.ones(3, 4) + registry.global_rank).square().sum())
+        optimizer.step()
+        return "", [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["added to the optimizer", "added before the optimizer"])
+def test_parameters_added_after_ddp_raise_because_ddp_does_not_average_them(world: World, how: str) -> None:
+    for text, _ in world.run(2, beside_ddp, how):
+        assert "is not in the DistributedDataParallel in data_parallel=, so its gradient would not be averaged" in text
+        assert "Wrap the model with DistributedDataParallel after its last change" in text
+
+
+def test_parameters_added_before_ddp_is_made_again_stay_equal_on_replicas(world: World) -> None:
+    (text, first), (_, second) = world.run(2, beside_ddp, "wrapped again")
+    assert text == ""
+    assert len(first) == 5
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("how", ["ignored", "averaged by other code"])
+def test_parameters_that_other_code_averages_are_accepted_beside_ddp(world: World, how: str) -> None:
+    assert [text for text, _ in world.run(2, beside_ddp, how)] == ["", ""]
+
+
 # Parameters that are not missing ---------------------------------------------------------------------------------------
 
 

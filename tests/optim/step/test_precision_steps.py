@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from meshstep.amp import Bf16, NaiveFp16
+from meshstep.amp import Bf16, NaiveFp16, precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import stepped
@@ -283,3 +284,29 @@ def test_added_param_group_is_stepped_like_initial_group(mode: str) -> None:
                 train_step(model, optimizer, batch(step))
             ends.append(snapshot(model, optimizer))
         assert differences(*ends) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "advice", "precision"),
+    [
+        ("bf16", "half-precision model, leave precision= out", "fp32"),
+        ("fp16_naive", "half-precision model, give precision='fp16', which only scales the loss", "fp16"),
+    ],
+)
+def test_float32_adapters_of_half_precision_model_train_with_the_advised_precision(
+    mode: Any, advice: str, precision: Any
+) -> None:
+    """`prepare` was called, so that advice alone would not help; without the loss scale, float16 gradients underflow."""
+    base, adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+    precision_of(mode).prepare(base).requires_grad_(False)
+    registry = ProcessGroupRegistry(Topology())
+    with pytest.raises(ValueError, match=advice):
+        ParallelOptimizer(torch.optim.SGD(adapter.parameters(), lr=0.5), registry, precision=mode)
+    optimizer = ParallelOptimizer(torch.optim.SGD(adapter.parameters(), lr=0.5), registry, precision=precision)
+    expected = adapter.weight.detach().clone() - 0.5
+    optimizer.backward(
+        adapter(torch.ones(1, 4)).sum() + base(adapter(torch.ones(1, 4)).to(base.weight.dtype)).sum() * 0
+    )
+    optimizer.step()
+    assert torch.equal(adapter.weight, expected)
+    assert (optimizer.loss_scale is None) == (precision == "fp32")

@@ -60,6 +60,17 @@ def test_window_with_failed_backward_raises_until_it_is_cleared(end: str) -> Non
     assert window.ends(final=False)
 
 
+def test_failed_backward_on_one_of_several_ranks_advises_to_step_instead_of_zero_grad() -> None:
+    """On the other ranks, `zero_grad` clears nothing within a window of fixed length."""
+    window, param = Window(None, alone=False), torch.ones(2, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), window.micro_batch(None, [param], []):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match=r"every rank, call optimizer.zero_grad\(\).* this rank only, call step\(\)"):
+        window.begin(None, [param])
+    assert window.ends(final=True, may_defer=True)
+    assert "All ranks skip this step, and raise an error within 16 steps: catch both" in str(window.take_error())
+
+
 def test_window_of_several_ranks_keeps_first_of_two_deferred_errors() -> None:
     window, first = Window(None, alone=False), ValueError("the cause")
     window.defer(first)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import GradScaler, precision_of
-from meshstep.optim import ParallelOptimizer, Replayable, Sharded, TorchStates, replay
+from meshstep.optim import Offloaded, ParallelOptimizer, Replayable, Sharded, TorchStates, replay
 from meshstep.optim.kernels.choice import chosen
 from meshstep.optim.schedule import follow
 from meshstep.optim.step.c_engine import loops_for
 from meshstep.optim.step.update import steps_in_parts
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
 from world import World
 
@@ -259,6 +259,56 @@ def test_optimizer_wrapped_twice_has_one_step_hook_that_raises() -> None:
     with pytest.raises(RuntimeError, match=REFUSED.format("AdamW")):
         inner.step()
     second.step()
+
+
+REPLACING: dict[str, dict[str, Any]] = {
+    "master weights": {"precision": "bf16"},
+    "some copies on the CPU": {"states": Offloaded(0.5)},
+    "list": {"states": Offloaded(0.5)},
+}
+
+
+@pytest.mark.parametrize("how", REPLACING)
+@pytest.mark.parametrize("deleted", [False, True])
+def test_wrapping_again_raises_if_param_groups_hold_other_tensors_than_model(how: str, deleted: bool) -> None:
+    """A second `ParallelOptimizer` would leave the model's parameters unchanged, without an error if some are replaced."""
+    model, options = small(), REPLACING[how]
+    if "precision" in options:
+        precision_of("bf16").prepare(model)
+    inner: Any = [adamw(model), adamw(small(1))] if how == "list" else adamw(model)
+    first = ParallelOptimizer(inner, alone(), **options)
+    if deleted:
+        del first
+        gc.collect()
+    with pytest.raises(ValueError, match=r"wrapped this AdamW before, .*: create the torch optimizer again"):
+        ParallelOptimizer(inner, alone(), **options)
+    ParallelOptimizer(adamw(model), alone(), **options)
+
+
+def wrapped_again_after_unfreezing() -> list[str]:
+    """Return the errors of a second wrapper, while an undeclared parameter is frozen, and after it was unfrozen."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.Linear(4, 3)
+        annotate(model.bias, P(), "bias")
+        model.weight.requires_grad_(False)
+        inner, found = adamw(model), []
+        ParallelOptimizer(inner, registry)
+        ParallelOptimizer(inner, registry)
+        declare(model, {"*": P()})
+        model.weight.requires_grad_(True)
+        for make in (inner, adamw(model)):
+            try:
+                ParallelOptimizer(make, registry)
+                found.append("")
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+
+def test_wrapping_again_raises_if_left_out_parameter_was_unfrozen(world: World) -> None:
+    for again, new in world.run(2, wrapped_again_after_unfreezing):
+        assert "and removed weight from its param groups, frozen then and trained now" in again
+        assert new == ""
 
 
 def test_copies_of_wrapped_optimizer_can_be_stepped() -> None:

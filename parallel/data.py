@@ -88,9 +88,10 @@ class ShardedBatchSampler(Sampler[Batch]):
         except ValueError as problem:
             if not position:
                 raise
+            cause, _, _ = str(problem).partition("; give")  # the number of samples must be that of the saved run
             raise ValueError(
-                f"after {position} samples of an epoch: {problem}, or begin the next epoch: add 1 to 'epoch' and set "
-                "'position' to 0 in the state"
+                f"after {position} samples of an epoch: {cause}; give drop_last=True, use fewer data-parallel ranks, or "
+                "begin the next epoch: add 1 to 'epoch' and set 'position' to 0 in the state"
             ) from None
         return [position + bound for bound in left]
 

@@ -405,8 +405,15 @@ def test_batch_sizes_that_leave_an_empty_batch_are_rejected() -> None:
     with pytest.raises(ValueError, match="an epoch would have no step"):
         one_process(0)
     sampler = ShardedBatchSampler(5, 2, 0, 2, shuffle=False, drop_last=False, seed=0)
-    with pytest.raises(ValueError, match=r"after 4 samples of an epoch: 1 sample with .*or begin the next epoch"):
+    advice = "give drop_last=True, use fewer data-parallel ranks, or begin the next epoch"
+    with pytest.raises(ValueError, match=rf"after 4 samples of an epoch: 1 sample with .* an empty batch; {advice}"):
         sampler.bounds_from(4)
+    state = {"epoch": 0, "position": 4, "samples": 5, "shuffle": False, "seed": 0}
+    for ranks, drop_last, epoch in ((2, True, 1), (1, False, 0)):
+        sampler = ShardedBatchSampler(5, 2, 0, ranks, shuffle=False, drop_last=drop_last, seed=0)
+        loader: ShardedDataLoader[Any] = ShardedDataLoader(range(5), sampler)  # type: ignore[arg-type]
+        loader.load_state_dict(state)
+        assert loader.state_dict()["epoch"] == epoch
 
 
 class Stream(IterableDataset[int]):

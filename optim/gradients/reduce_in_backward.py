@@ -188,8 +188,9 @@ def _adding(index: int, indices: set[int]) -> Callable[[Tensor], None]:
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
     """Return True if the model may issue collectives between ranks of which only some have a gradient of a parameter.
 
-    Such ranks may differ along ``axes`` and along data axes larger than 1, over which the model is assumed to issue
-    collectives. Exception: an axis that only divides the batch (`Topology.is_batch_only_axis`), unless a spec names it.
+    Ranks along ``axes``, and along data axes larger than 1, may have gradients of different parameters. The model is
+    assumed to issue collectives over these axes, except over an axis that only divides the batch
+    (`Topology.is_batch_only_axis`) and that no spec names.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))

@@ -135,7 +135,7 @@ def check_measurement(
         raise ValueError(f"check_replicas={check_replicas!r}: give 'first', True, False or Fingerprints(every=100)")
     if commit is not None and not callable(commit):
         raise TypeError(
-            f"commit={commit!r}: give a function without arguments that returns True or False, or a 0-dim bool tensor"
+            f"commit={commit!r}: give a function without arguments that returns True, False or a 0-dim bool tensor"
         )
 
 

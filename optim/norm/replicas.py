@@ -397,7 +397,8 @@ def _find_minorities(
 # Some shards may be equal without a mistake. For such a shard, a rank adds a number unique to the rank instead of h, so
 # the slot is not 0:
 #
-# * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialization),
+# * shards without a gradient, or with a constant gradient (zeros, or equal elements because the weights were initialized
+#   symmetrically),
 # * shards with fewer than `ENOUGH` elements, or with fewer than `ENOUGH_CONSTANT` and constant weights (a bias of zeros),
 # * empty shards, and shards whose gradient is not a dense float tensor.
 #

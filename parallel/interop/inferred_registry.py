@@ -76,9 +76,9 @@ def _infer(view: Callable[[], _View], any_roles: bool) -> ProcessGroupRegistry:
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     """Return the registry for the device meshes of ``params``, for norms and clipping.
 
-    The first call with these mesh objects derives the axes from the meshes, and caches the registry. An axis whose names
-    have different default roles is a model axis. Later calls return the cached registry, until the default process group
-    is replaced.
+    The first call with these mesh objects derives the axes from the meshes, and caches the registry. If meshes have
+    different names for an axis, with different default roles (such as ``tp`` and ``edp``), it is a model axis. Later calls
+    return the cached registry, until the default process group is replaced.
 
     Collectives: in the first call with these meshes, one object all-gather over the world, so all ranks must make this call
     at the same point. None in later calls, or if ``torch.distributed`` is not initialized.

@@ -1,6 +1,6 @@
-"""Negative controls: the harness detects wrong outcomes, and MISTAKES.md and LIMITS.md list all mistakes.
+"""Negative controls: the harness detects wrong outcomes. MISTAKES.md lists all mistakes, LIMITS.md those without an error.
 
-``PYTHONPATH=tests/harness:tests/mistakes python tests/mistakes/test_mistake_harness.py`` writes the tables of the page.
+``PYTHONPATH=tests/harness:tests/mistakes python tests/mistakes/test_mistake_harness.py`` writes the tables of MISTAKES.md.
 """
 
 from __future__ import annotations

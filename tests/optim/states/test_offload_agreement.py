@@ -197,7 +197,7 @@ def error_of_each() -> str:
         return "no error"
 
 
-def test_error_in_earlier_param_transform_on_one_rank_is_raised_on_all_ranks(world: World) -> None:
+def test_error_on_one_rank_in_param_transform_before_offloaded_is_raised_on_all_ranks(world: World) -> None:
     assert world.run(2, error_of_each) == [
         "RuntimeError: rank 1: MemoryError: no memory for shards",
         "MemoryError: no memory for shards",

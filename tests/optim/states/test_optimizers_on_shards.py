@@ -121,7 +121,7 @@ def test_optimizers_known_or_declared_elementwise_are_accepted_on_shards(world: 
 
 
 @pytest.mark.parametrize("where", ["replicas", "frozen", "pipeline", "half states", "rounded"])
-def test_optimizers_without_global_estimate_are_accepted_on_full_tensors(world: World, where: str) -> None:
+def test_optimizers_that_step_each_tensor_alone_are_accepted_on_full_tensors(world: World, where: str) -> None:
     alone = ("Prodigy", "norm clipping") if where in ("pipeline", "half states", "rounded") else ("Prodigy",)
     kinds = [kind for kind in MAKE if kind not in (*alone, "Muon")]
     found = world.run_each(made, [(2, (kind, where)) for kind in kinds])

@@ -128,7 +128,7 @@ def test_state_placements_and_options_with_missing_shard_gradients_match_dense_m
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)
 
 
-def test_stochastic_rounding_keeps_parameter_without_gradient_on_any_rank(world: World) -> None:
+def test_stochastic_rounding_leaves_parameter_unchanged_if_no_rank_has_its_gradient(world: World) -> None:
     options, mesh = {"precision": Bf16(stochastic_rounding=True)}, MESHES["expert=2"]
     one, two = (
         world.run(2, steps, mesh, "fused AdamW", options, [0.7], torch.bfloat16, tokens)

@@ -397,7 +397,7 @@ def frozen(kind: str) -> bool:
         return torch.equal(up, before) and not optimizer.state.get(up)
 
 
-def test_owner_rank_optimizers_keep_frozen_parameters_without_state(world: World) -> None:
+def test_owner_rank_optimizers_leave_frozen_parameters_unchanged_and_create_no_state(world: World) -> None:
     for kind in MAKES:
         assert world.run(2, frozen, kind) == [True, True]
 

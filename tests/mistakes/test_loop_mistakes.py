@@ -7,7 +7,7 @@ import time
 import pytest
 from meshstep.optim import Sharded
 from meshstep.parallel import reduce_from
-from mistakes import MAX_NORM, AsTorch, Dense, Error, Mistake, Right, Run, cases_of, check, mistake, mse
+from mistakes import BATCH, MAX_NORM, AsTorch, Dense, Error, Mistake, Right, Run, cases_of, check, mistake, mse
 from torch import nn
 from world import World
 
@@ -361,6 +361,27 @@ def retained_graph(run: Run) -> None:
 
 
 # Windows of micro-batches ---------------------------------------------------------------------------------------------
+
+
+def last_micro_batch_only(dense: Dense) -> None:
+    """Train with half of the loss of the second micro-batch of both data ranks."""
+    quarter = BATCH // 4
+    for step in range(3):
+        dense.sgd.zero_grad()
+        for start in (quarter, 3 * quarter):
+            dense.backward(step, 0.25, slice(start, start + quarter))
+        dense.step()
+
+
+@mistake("data=2", AsTorch(last_micro_batch_only), write="call `optimizer.zero_grad()` once per window")
+def zero_grad_within_a_window(run: Run) -> None:
+    """`zero_grad()` between the micro-batches of a window, without `accumulation_steps`: only the last one counts."""
+    optimizer = run.optimizer()
+    for step in range(3):
+        for part in (0, 1):
+            optimizer.zero_grad()
+            optimizer.backward(run.loss(step, 2, part) / 2)
+        optimizer.step()
 
 
 @mistake("data=2", Right(), write="both do nothing before the K-th micro-batch")

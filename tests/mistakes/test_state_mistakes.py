@@ -243,7 +243,7 @@ def loaded_after_a_step(dense: Dense) -> None:
 
 @mistake("data=2", Right(loaded_after_a_step), write="the next step uses the loaded weights")
 def weights_copied_beside_offloaded(run: Run) -> None:
-    """`model.load_state_dict()` after an optimizer with `states=Offloaded(1.0)` was created."""
+    """`model.load_state_dict()` after a float32 optimizer with `states=Offloaded(1.0)` was created."""
     optimizer = run.optimizer(states=Offloaded(1.0))
     run.train(optimizer, [0])
     run.model.load_state_dict(full_model().state_dict())
@@ -252,7 +252,7 @@ def weights_copied_beside_offloaded(run: Run) -> None:
 
 @mistake("data=2", Right(), write="the first step uses the loaded weights")
 def weights_loaded_before_the_first_step(run: Run) -> None:
-    """`model.load_state_dict()` after an optimizer with ZeRO-1 was created, before its first step."""
+    """`model.load_state_dict()` after a float32 optimizer with ZeRO-1 was created, before its first step."""
     start = {name: value.clone() for name, value in run.model.state_dict().items()}
     with torch.no_grad():
         run.model.up.weight.zero_()

@@ -134,7 +134,6 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(("name", "number"), [("step", 3), ("save_checkpoint", 1), ("clip_grad_by_norm", 1)])
 def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
@@ -557,6 +556,7 @@ def test_timeout_error_reports_no_response_of_killed_process(ended: Ended) -> No
     assert " in evaluate; rank 2: no response (the process has exited or is stopped). " in error
 
 
+@pytest.mark.long
 def test_timeout_error_is_raised_if_the_store_process_is_stopped(ended: Ended) -> None:
     for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
@@ -565,6 +565,7 @@ def test_timeout_error_is_raised_if_the_store_process_is_stopped(ended: Ended) -
         )
 
 
+@pytest.mark.long
 def test_ranks_log_no_stack_trace_after_the_store_server_dies(ended: Ended) -> None:
     for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
         assert error.startswith(f"rank {rank} got no reply in call 3 of step; the calls of other ranks are unknown, ")

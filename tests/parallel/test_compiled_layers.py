@@ -73,7 +73,9 @@ def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
 
 
 @pytest.mark.default_cases(4)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("Linear3D", marks=pytest.mark.long), *(name for name in LAYERS if name != "Linear3D")]
+)
 def test_layer_compiled_with_eager_backend_has_unchanged_outputs_and_gradients(world: World, name: str) -> None:
     for found in world.run(4, differences, name, "eager", False):
         assert max(found) == 0.0

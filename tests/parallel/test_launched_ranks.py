@@ -190,6 +190,7 @@ def test_user_tests_with_ranks_fixture_have_planned_outcomes_in_a_pool(ended: di
         assert outcome == expected or "needs several launched processes" in text, (name, text)
 
 
+@pytest.mark.long
 def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> None:
     first = launched[0]
     assert len(first) == TESTS.count("def test_")
@@ -201,6 +202,7 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
         ), (name, text)
 
 
+@pytest.mark.long
 @pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process
 @pytest.mark.parametrize(
     ("test", "texts"),
@@ -243,6 +245,7 @@ def test_each_launched_process_reports_why_a_test_failed_or_was_skipped(
         assert text in of_rank[test][1]
 
 
+@pytest.mark.long
 def test_all_launched_processes_report_the_stack_of_a_late_rank(launched: list[Outcomes]) -> None:
     for of_rank in launched:
         assert "in doze" in of_rank["test_ranks_run_fails_if_one_rank_exceeds_the_timeout"][1]

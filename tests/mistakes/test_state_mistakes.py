@@ -119,7 +119,9 @@ def model_cast_to_float32_after_masters(run: Run) -> None:
     run.train(optimizer)
 
 
-@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before you create the optimizer")
+@mistake(
+    "data=2", Error(RuntimeError, "make the torch optimizer"), write="cast the model before you create the optimizer"
+)
 def model_cast_after_sharded_states(run: Run) -> None:
     """`model.float()` of a float64 model, after steps with ZeRO-1."""
     optimizer = run.optimizer(states=Sharded("data"))
@@ -131,7 +133,9 @@ def model_cast_after_sharded_states(run: Run) -> None:
     optimizer.step()
 
 
-@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before you create the optimizer")
+@mistake(
+    "data=2", Error(RuntimeError, "make the torch optimizer"), write="cast the model before you create the optimizer"
+)
 def model_cast_after_first_step(run: Run) -> None:
     """`model.float()` of a float64 model after the first step."""
     optimizer = run.optimizer()

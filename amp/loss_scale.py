@@ -339,8 +339,7 @@ class GradScaler(torch.amp.GradScaler):
                 another optimizer than that one, they wait until the timeout.
         """
         stepped: Any = optimizer
-        states = self._per_optimizer_states.values() if self._enabled else ()
-        self._check_optimizer(optimizer, others_wait=all(state["stage"] is not OptState.UNSCALED for state in states))
+        self._check_optimizer(optimizer, in_step=True)
         stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -357,18 +356,21 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: A gradient is float16. The other ranks then skip the step.
         Collectives: one all-reduce (MAX, one number, over all ranks); none with one rank or with ``enabled=False``.
         """
-        self._check_optimizer(optimizer, others_wait=True)
+        self._check_optimizer(optimizer, in_step=False)
         super().unscale_(optimizer)
 
-    def _check_optimizer(self, optimizer: object, others_wait: bool) -> None:
+    def _check_optimizer(self, optimizer: object, in_step: bool) -> None:
         """Raise TypeError if ``optimizer`` is no optimizer.
 
-        Collectives: if it is none and ``others_wait``, the all-reduce in which the other ranks wait, with found_inf = 1,
-        so that they skip the step. None with ``enabled=False``.
+        Collectives: if it is none, the all-reduce in which the other ranks wait, with found_inf = 1, so that they skip the
+        step. None with ``enabled=False``, or with ``in_step`` if an optimizer is unscaled and has not stepped.
         """
         if hasattr(optimizer, "param_groups"):
             return
-        if self._enabled and others_wait:
+        unscaled = self._enabled and any(
+            state["stage"] is OptState.UNSCALED for state in self._per_optimizer_states.values()
+        )
+        if self._enabled and not (in_step and unscaled):
             self._agreed(torch.ones((), device=self._device))
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer or a ParallelOptimizer")
 

@@ -156,6 +156,7 @@ class Setup:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
             entries = entries_of(named, topology, compared=bool(self.check_replicas))
+            params = [param for group in groups for _, param in group]
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
             check_whole(self.optimizer, plan.entries, topology)
@@ -163,9 +164,9 @@ class Setup:
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
                 if self.average_data:
-                    switch.check_members(plan.entries, [param for group in groups for _, param in group], topology)
+                    switch.check_members(plan.entries, params, topology)
             if self.sum_order == "fixed":
-                check_fixed_order(plan.entries, [param for group in groups for _, param in group], topology)
+                check_fixed_order(plan.entries, params, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
             dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
             filled = frozenset(index for index, group in enumerate(groups) if group)

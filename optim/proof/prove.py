@@ -832,7 +832,7 @@ class _Examination:
         """Return ``finding``, with cause, axes and text of ``place`` if its own cause is "backward is wrong"."""
         if finding.cause != "backward is wrong":
             return finding
-        text = "its gradient is not the derivative of the loss" if finding.text == NOT_SEARCHED else finding.text
+        text = "its gradient is not the derivative of the loss" if finding.name in self.not_searched else finding.text
         text = f"{text} (see {place.inside})"
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..parallel.mesh.call_tracker import in_call
+from ..parallel.mesh.call_tracker import track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
@@ -399,6 +399,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)
-        with in_call(self._registry, "GradScaler.step"):
+        with track_call("GradScaler.step", self._registry):
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._registry.group(*self._registry.topology.axes))
         return agreed.to(found_inf.device)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from .mesh.agreement import gather_objects, on_all_ranks
-from .mesh.call_tracker import in_call
+from .mesh.call_tracker import track_call
 from .mesh.random_state import cpu_random_state_kept, seed_cpu_generators
 from .mesh.registry import ProcessGroupRegistry
 from .mesh.value_checks import wrong
@@ -208,7 +208,7 @@ def prepare_dataloader(
         sampler = ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
         return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
 
-    with in_call(registry, "prepare_dataloader"):
+    with track_call("prepare_dataloader", registry):
         loader = on_all_ranks(share, registry)
         arguments = f"{batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
         _compare_arguments(f"{loader.state_dict()['samples']} samples, {arguments}", registry)

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.layout.shard import Region, Shape
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.random_state import check_random_state, random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable, some
@@ -362,7 +362,7 @@ def load_checkpoint(
         raise TypeError("lr_scheduler= is given without its optimizer: give optimizer= too, or leave lr_scheduler= out")
     elif registry is None:
         raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
-    with in_call(registry, "load_checkpoint"):
+    with track_call("load_checkpoint", registry):
         root = path_on_all_ranks(path, registry)
         given = "given" if optimizer is not None else "None"
         options = {"optimizer=": given, "trainable_only=": bool(trainable_only)}

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call, public_call
+from ...parallel.mesh.call_tracker import public_call, track_call
 from ...parallel.mesh.random_state import random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import python_numbers
@@ -130,7 +130,7 @@ def save_checkpoint(
     Host synchronization: yes, everything is copied to the host.
     """
     check_is_parallel(optimizer)
-    with in_call(optimizer.registry, "save_checkpoint"):
+    with track_call("save_checkpoint", optimizer.registry):
         directory = path_on_all_ranks(path, optimizer.registry)
         snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, keep, trainable_only)
         checkpoint = write(directory, snapshot, last_known(optimizer, directory), optimizer.registry)
@@ -387,7 +387,7 @@ class AsyncSaver:
     def _write(self, copy: Snapshot, arrived: Sequence[torch.cuda.Event], known: str | None) -> Path:
         for event in arrived:
             event.synchronize()
-        with in_call(self._apart, "AsyncSaver's writing"):
+        with track_call("AsyncSaver's writing", self._apart):
             return write(self.path, copy, known, self._apart)
 
     @public_call

@@ -19,7 +19,7 @@ from ...parallel.interop.inferred_registry import registry_of_meshes
 from ...parallel.interop.local_parameters import local_gradients, local_parameters
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.buckets import sync_axes
 from ..gradients.in_place import clamp_each, distinct, is_complete, keep_complete_marks, scale_each, separate_gradients
@@ -308,7 +308,7 @@ def global_norm(
     except Exception as error:
         _take_part(error, registry, norm_type, reduction, "global_norm")
         raise
-    with in_call(registry, "global_norm"):
+    with track_call("global_norm", registry):
         _compare_replicas_once(listed, registry)
         return _stats(_measure(listed, registry, norm_type, reduction), None)
 
@@ -425,7 +425,7 @@ def clip_grad_norm_(
     except Exception as error:
         _take_part(error, registry, norm_type, reduction, "clip_grad_norm_", clip)
         raise
-    with in_call(registry, "clip_grad_norm_"):
+    with track_call("clip_grad_norm_", registry):
         _compare_replicas_once(listed, registry)
         if _needs_only_total(clip):
             stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
@@ -581,7 +581,7 @@ def _take_part(
     def fail() -> ReductionPlan:
         raise error
 
-    with in_call(registry, call):
+    with track_call(call, registry):
         if clip is not None and stateful is not None:
             stateful.take_part(clip)
         elif not state.checked or reduction == "per_group" or (clip is not None and not _needs_only_total(clip)):

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...amp.casting import copy_each_
 from ...parallel.interop.local_parameters import local_parameters
 from ...parallel.layout.spec import P
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.process_group_collectives import REDUCE_SCATTER
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
@@ -602,7 +602,7 @@ def sync_gradients(
         named = [param if name is None else (name, param) for name, param in pairs]
         return ReductionPlan.of(entries_of([named], topology), topology, registry.global_rank)
 
-    with in_call(registry, "sync_gradients"):
+    with track_call("sync_gradients", registry):
         plan = make() if registry in _SYNCED else agreed(make, registry)
         _SYNCED.add(registry)
     separate_gradients(param for _, param in pairs)  # below, a copy of a DTensor's gradient would be lost
@@ -614,7 +614,7 @@ def sync_gradients(
                     f"the gradient of {entry.name} ({entry.spec}) is already summed; summing it again would multiply it: "
                     "call sync_gradients once, after the last backward"
                 )
-        with in_call(registry, "sync_gradients"):
+        with track_call("sync_gradients", registry):
             reduce_all(gradient_buckets(local, plan, registry, average_data))
 
 

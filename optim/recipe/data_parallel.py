@@ -19,7 +19,7 @@ from ...parallel.interop.local_parameters import local_parameter
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..build import check_is_parallel
@@ -211,7 +211,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     """
     if registry.topology.size(*registry.topology.data_axes) == 1:
         return
-    with in_call(registry, "broadcast_weights"):
+    with track_call("broadcast_weights", registry):
         found = on_all_ranks(lambda: _replicated_tensors(model, registry), registry)
         _check_same_tensors(found, registry)
         for ranks, tensors in found.items():
@@ -306,7 +306,7 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
     Host synchronization: yes.
     """
     check_is_parallel(optimizer)
-    with in_call(optimizer.registry, "align_replicas"):
+    with track_call("align_replicas", optimizer.registry):
         _align(optimizer.stepped_tensors(), optimizer.transforms, optimizer.registry)
 
 

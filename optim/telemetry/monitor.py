@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
@@ -249,7 +249,7 @@ class Monitor:
         telemetry: Telemetry | None = None,
         flops: Flops | None = None,
     ) -> None:
-        with in_call(registry, "Monitor"):
+        with track_call("Monitor", registry):
             on_all_ranks(partial(check_every, every, f"every={every!r}"), registry)
             check_same({"every= of Monitor": every}, registry)
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
@@ -439,7 +439,7 @@ class Monitor:
         sharers = topology.world_size // topology.size(*topology.data_axes)
         count = self._loss.new_full((), self._count / sharers)
         sums = torch.stack([*self._loss, self._loss_count, self._left_out, count])
-        with in_call(self.registry, "Monitor"):
+        with track_call("Monitor", self.registry):
             if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)
             # Objects are gathered instead of an all-reduce. If only some ranks called the monitor, their all-reduce could

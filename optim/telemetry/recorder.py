@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.value_checks import check_count
 from ..build import check_is_parallel
 from ..clip.clipper import inverse_weight
@@ -204,7 +204,7 @@ class Recorder(StepObserver):
         self.optimizer, self.every, self.seed = optimizer, every, seed
         check_is_parallel(optimizer)
         registry = optimizer.registry
-        with in_call(registry, "Recorder"):
+        with track_call("Recorder", registry):
             self._file = on_all_ranks(lambda: self._checked_file(path), registry)
             check_same({"every= of Recorder": every, "seed= of Recorder": seed}, registry)
             self._plan_anew()
@@ -327,7 +327,7 @@ class Recorder(StepObserver):
         batch = torch.zeros(_BATCH, dtype=torch.float64, device=device)
         if self._batch is not None:
             batch = torch.cat([hash_words(self._batch.to(device)), batch.new_ones(1)])
-        with in_call(planned.registry, "Recorder"):
+        with track_call("Recorder", planned.registry):
             packed = torch.cat([rows.view(-1), replicas.to(rows), batch, self._window.to(rows)])
             totals = world_sum(packed, planned.registry)
         self._batch = None

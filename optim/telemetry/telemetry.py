@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...parallel.layout.shard import Box, Region
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
-from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
@@ -533,7 +533,7 @@ class Telemetry(StepObserver):
         self.optimizer, self.every, self.by, self.spectral, self.noise = optimizer, every, by, spectral, noise
         check_is_parallel(optimizer)
         registry = optimizer.registry
-        with in_call(registry, "Telemetry"):
+        with track_call("Telemetry", registry):
             on_all_ranks(self._check, registry)
             options = {"every": every, "by": by, "spectral": spectral, "noise": noise}
             check_same({f"{key}= of Telemetry": value for key, value in options.items()}, registry)
@@ -632,7 +632,7 @@ class Telemetry(StepObserver):
         before = kept(values)
         weights = squares(before, planned.device, planned.constants)
         sigmas = None
-        with in_call(planned.registry, "Telemetry"):
+        with track_call("Telemetry", planned.registry):
             if planned.spectral is not None:
                 sigmas = planned.spectral([values[index] for index in planned.matrices])
         del values
@@ -641,7 +641,7 @@ class Telemetry(StepObserver):
         del before
         weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()
         rows = torch.stack([weights, self._gradients[0], changes, *self._gradients[1:]])
-        with in_call(planned.registry, "Telemetry"):
+        with track_call("Telemetry", planned.registry):
             totals = planned.summed(torch.cat([rows.view(-1), self._window.to(rows)]))
         self.last = self._figures(totals[: rows.numel()].view(rows.shape), totals[rows.numel() :], sigmas)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .call_tracker import check_same_call, current_call, in_call
+from .call_tracker import check_same_call, current_call, track_call
 from .process_group_collectives import NotPicklableError, all_gather_objects
 from .registry import ProcessGroupRegistry
 from .value_checks import python_number
@@ -45,7 +45,7 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
     """
     if registry.topology.world_size == 1:
         return [value]
-    with in_call(registry, "gather_objects"):
+    with track_call("gather_objects", registry):
         world = registry.group(*registry.topology.axes)
         error = None
         try:
@@ -95,10 +95,13 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
 
     Collectives and host synchronization: those of `gather_objects`.
     """
+    result: Any = None
+    value: Any = None
+    error: Exception | None = None
     try:
-        (result, value), error = function(), None
+        result, value = function()
     except Exception as caught:  # any type: without this rank, the other ranks would wait in the gather below
-        result, value, error = None, None, caught
+        error = caught
     reports = gather_objects((value, None if error is None else (type(error).__name__, str(error))), registry)
     if error is not None:
         raise error
@@ -108,8 +111,7 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
             if kind in _SAME_KIND:
                 raise _SAME_KIND[kind](f"rank {rank}: {text}")
             raise RuntimeError(f"rank {rank}: {kind}: {text}")
-    values: list[Any] = [value for value, _ in reports]
-    return result, values  # type: ignore[return-value]
+    return result, [value for value, _ in reports]
 
 
 _SAME_KIND: dict[str, type[Exception]] = {

@@ -49,11 +49,11 @@ class Answering:
     """Background thread that tells other ranks the current call of this process when they request it.
 
     The thread ends when the default process group is replaced or destroyed, when `stop` is called, or when the process
-    that serves the store has exited. ``doing`` returns a text that describes the current call of this process.
+    that serves the store has exited.
     """
 
-    def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
-        self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # The clone has a separate connection to the store, because another thread may be waiting on the default connection.
         self._store = distributed_c10d._get_default_store().clone()
         self._server = _Server(self._store)
@@ -78,7 +78,7 @@ class Answering:
                 if self._store.check([_QUESTIONS]):
                     question = self._store.add(_QUESTIONS, 0)
                     if question > answered:
-                        self._store.set(f"{_ANSWER}/{self.rank}", json.dumps((question, self._doing())))
+                        self._store.set(f"{_ANSWER}/{self.rank}", json.dumps((question, _describe_activity())))
                         answered = question
 
     def ask(self, rank: int, found: dict[int, str]) -> None:
@@ -140,20 +140,25 @@ class _Server:
 _answering: Answering | None = None
 
 
-def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
-    """Start the thread of `Answering`, unless it runs already, and return True if this call started it."""
+def answer_questions(world: dist.ProcessGroup) -> None:
+    """Start the background thread that tells other ranks the current calls of this process, and restart their numbering.
+
+    Further calls for the same default process group have no effect.
+    """
     global _answering
     if _answering is not None and _answering.is_of_now():
-        return False
-    _answering = Answering(world, doing)
-    return True
+        return
+    _answering = Answering(world)
+    for ref in _by_thread.valuerefs():
+        if (calls := ref()) is not None:
+            calls.start_over()
 
 
 def request_answers(rank: int) -> dict[int, str] | None:
     """Request the current calls of all ranks except ``rank``, and wait up to five seconds for the responses.
 
     Return the responses by global rank, without ranks that did not respond. None: the store stopped responding before the
-    first response, or `start_answering` was not called for the current default process group.
+    first response, or `answer_questions` was not called for the current default process group.
     """
     answering = _answering
     if answering is None or not answering.is_of_now():
@@ -282,10 +287,6 @@ class track_call:
         return Call(self._name, self._number)
 
 
-def in_call(registry: Caller, name: str) -> track_call:
-    return track_call(name, registry)
-
-
 def public_call(method: F) -> F:
     """Decorate a method, so that each call runs in ``track_call(method.__name__, self.registry)``."""
 
@@ -315,7 +316,7 @@ def public_constructor(init: F) -> F:
 def current_call() -> str | None:
     """Return the name of the outermost `track_call` block that this thread is in; None if it is in no block."""
     current = _current_thread.calls.current
-    return None if current is None else current.call.name
+    return None if current is None else current._name
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
@@ -437,14 +438,3 @@ def format_thread_stack(thread: int | None) -> str:
     """Return the stack of the thread with identifier ``thread`` as text; "an unknown place" if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "an unknown place" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def answer_questions(world: dist.ProcessGroup) -> None:
-    """Start the background thread that tells other ranks the current calls of this process, and restart their numbering.
-
-    Further calls for the same default process group have no effect.
-    """
-    if start_answering(world, _describe_activity):
-        for ref in _by_thread.valuerefs():
-            if (calls := ref()) is not None:
-                calls.start_over()

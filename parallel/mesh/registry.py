@@ -24,17 +24,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .call_tracker import answer_questions, in_call
+from .call_tracker import answer_questions, track_call
 from .deprecation import renamed_arguments, renamed_members
 from .process_group_collectives import all_gather_objects
 from .topology import Role, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Create a process group without waiting for its other members ---------------------------------------------------------
 
@@ -285,50 +288,6 @@ def is_fake() -> bool:
     return "fake" in dist.get_backend_config()
 
 
-# torch's `DeviceMesh` of some axes, on the groups of a registry -------------------------------------------------------
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-class Groups(Protocol):
-    """The attributes and methods of a registry that `sub_mesh` uses."""
-
-    topology: Topology
-
-    @property
-    def device(self) -> torch.device: ...
-    def ranks(self, *axes: str) -> tuple[int, ...]: ...
-    def group(self, *axes: str) -> dist.ProcessGroup: ...
-
-
-def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
-    """Return torch's `DeviceMesh` of the ranks that differ from this rank only along the axes in ``dims``.
-
-    ``dims`` has, per mesh dim, the axes of which it consists. The process group along each mesh dim is created.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    topology, names = registry.topology, tuple("_".join(dim) for dim in dims)
-    ranks = registry.ranks(*(axis for dim in dims for axis in dim))
-    by_dim = [topology.expand_aliases(*dim) for dim in dims]
-    if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
-        raise ValueError(
-            f"a dim of the mesh {dims} has axes in another order than the topology ({topology.named()}); write them in the "
-            "topology's order"
-        )
-    groups = [registry.group(*dim) for dim in dims]
-    if len(dims) == 1:
-        return DeviceMesh.from_group(groups[0], registry.device.type, mesh_dim_names=names)
-    atoms = [axis for dim in by_dim for axis in dim]
-    ordered = [axis for axis in topology.axes if axis in atoms]
-    grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
-    # The grid is made contiguous, because torch uses the strides of the mesh tensor.
-    grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
-    grid = grid.reshape([topology.size(*dim) for dim in by_dim])
-    return DeviceMesh.from_group(groups, registry.device.type, mesh=grid, mesh_dim_names=names)
-
-
 # Exit of a process with live groups: gloo's threads must finish before the interpreter does ---------------------------
 
 # After a collective, a gloo thread frees the tensors of the collective, which may need the interpreter lock. If the
@@ -346,9 +305,6 @@ def let_threads_finish() -> None:
 
 
 # Registry -------------------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
@@ -593,7 +549,7 @@ class ProcessGroupRegistry:
             if error is not None:
                 raise error
             return
-        with in_call(self, "connect"):
+        with track_call("connect", self):
             world = self.group(*self.topology.axes)
             own = {*self._groups} - self._met if error is None else str(error)
             by_rank: list[Any] = all_gather_objects(own, world, self.device)
@@ -624,7 +580,27 @@ class ProcessGroupRegistry:
             RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` was not
                 initialized when the registry was constructed.
         """
-        return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
+        from torch.distributed.device_mesh import DeviceMesh
+
+        topology, dims = self.topology, [(dim,) if isinstance(dim, str) else dim for dim in axes]
+        names = tuple("_".join(dim) for dim in dims)
+        ranks = self.ranks(*(axis for dim in dims for axis in dim))
+        by_dim = [topology.expand_aliases(*dim) for dim in dims]
+        if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
+            raise ValueError(
+                f"a dim of the mesh {dims} has axes in another order than the topology ({topology.named()}); write them in "
+                "the topology's order"
+            )
+        groups = [self.group(*dim) for dim in dims]
+        if len(dims) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        atoms = [axis for dim in by_dim for axis in dim]
+        ordered = [axis for axis in topology.axes if axis in atoms]
+        grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
+        # The grid is made contiguous, because torch uses the strides of the mesh tensor.
+        grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
+        grid = grid.reshape([topology.size(*dim) for dim in by_dim])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:

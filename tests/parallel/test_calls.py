@@ -324,7 +324,8 @@ class Calling:
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch) -> Calling:
     """A `Calling` in a process that has made no calls."""
-    monkeypatch.setattr(calls_module, "start_answering", lambda *_: True)
+    monkeypatch.setattr(calls_module, "_answering", None)
+    monkeypatch.setattr(calls_module.Answering, "__init__", lambda *_: None)
     calls_module.answer_questions(None)  # type: ignore[arg-type]
     return Calling()
 

@@ -74,23 +74,18 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
     room = max(LEAST, min(LARGEST, TOGETHER // ranks))
     try:
         content = pickle.dumps(value)
-    except (
-        Exception
-    ) as problem:  # `pickle` raises errors of several types, and methods of the object may raise any error
+    except Exception as problem:  # any type: methods of the object define its pickling
         reason = f"{type(problem).__name__}: {problem}"
         raise NotPicklableError(
             f"an object can't be sent to other ranks, because pickle fails ({reason}); give plain values, such as numbers "
             "and strings"
-        ) from (problem)
+        ) from problem
     message = len(content).to_bytes(_LENGTH, "little") + content
     first = _gather_bytes(message[:room], room, group, device)
-    lengths = [int.from_bytes(head[:_LENGTH], "little") for head in first]
-    more = max(lengths) + _LENGTH - room
+    more = max(int.from_bytes(head[:_LENGTH], "little") for head in first) + _LENGTH - room
     rest = _gather_bytes(message[room:], more, group, device) if more > 0 else [b""] * ranks
-    contents = [
-        (head + tail)[_LENGTH : _LENGTH + length] for head, tail, length in zip(first, rest, lengths, strict=True)
-    ]
-    return [pickle.loads(content) for content in contents]
+    # `pickle.loads` ignores the padding at the end of a message.
+    return [pickle.loads((head + tail)[_LENGTH:]) for head, tail in zip(first, rest, strict=True)]
 
 
 def _gather_bytes(message: bytes, room: int, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:

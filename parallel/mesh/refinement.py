@@ -34,11 +34,6 @@ class Dim(NamedTuple):
     ranks: Ranks
 
 
-def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
-    """Return the result of `dims_of` on every rank, by one all-gather, as a list indexed by global rank."""
-    return gathered(lambda: dims_of(meshes))
-
-
 def gathered(make: Callable[[], T]) -> list[T]:
     """Call ``make`` on every rank of the world, and return a list of the results, indexed by global rank.
 

@@ -19,15 +19,11 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
     ``right`` has the indices of right-aligned columns.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_padded(row, widths, right)).rstrip() for row in rows]
-
-
-def _padded(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
-    return [
-        cell.rjust(width) if column in right else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if number in right else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ The time to compute a coordinate does not depend on the number of ranks. Listing
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,9 @@ from operator import contains
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 from .deprecation import renamed_members
-from .refinement import agreed_dims, refined
+from .refinement import dims_of, gathered, refined
 from .text import render
+from .value_checks import is_whole
 
 # A topology as one line of text: ``edp=2,mid=2,tensor=2,data=edp+mid`` ------------------------------------------------
 
@@ -131,70 +131,6 @@ def default_role(axis: str, aliases: Aliases) -> Role | None:
         return None
 
 
-class ByRole:
-    """Base class of `Topology`, with the properties that select axes by role."""
-
-    axes: tuple[str, ...]
-    roles: tuple[Role, ...]
-    _aliases: tuple[tuple[str, tuple[str, ...]], ...]
-    _explicit: frozenset[str]
-
-    def size(self, *axes: str) -> int:
-        raise NotImplementedError
-
-    @property
-    def pipe_axes(self) -> tuple[str, ...]:
-        """Return the pipeline axes: each coordinate on such an axis is a stage with its own parameters."""
-        return self._axes_with("pipe")
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """Return the data-parallel axes: ranks along them process different samples, or different parts of samples."""
-        return self._axes_with("data")
-
-    @property
-    def sample_axes(self) -> tuple[str, ...]:
-        """Return the data-parallel axes along which ranks process different samples.
-
-        An axis is left out if it is named ``cp`` or ``context``, or if an alias with this name contains it. Ranks along
-        such an axis process different parts of the same samples.
-        """
-        return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
-
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """Return the model-parallel axes: parameters are sharded or replicated over them as their specs declare."""
-        return self._axes_with("model")
-
-    @property
-    def expert_axes_without_role(self) -> tuple[str, ...]:
-        """Return the expert axes larger than 1 that have neither an explicit nor a default role.
-
-        An expert axis is named ``expert``, ``experts`` or ``ep``, or an alias with one of these names contains it. It
-        has an explicit role if ``roles=`` has an entry for the axis or for an alias that contains it. Without a role,
-        the axis is a model axis: gradients are not averaged over it. This is correct only if the ranks along the axis
-        process the same samples. If they process different samples, as in most expert-parallel models, pass
-        ``roles={axis: "data"}``.
-        """
-        names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._explicit}
-        experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
-        return tuple(axis for axis in experts if self.size(axis) > 1)
-
-    def is_batch_only_axis(self, axis: str) -> bool:
-        """Return True if the name of ``axis`` implies that ranks along it differ only in their samples.
-
-        The name must have the default role ``"data"``, such as ``dp``. Neither the axis nor an alias that contains it
-        may be named ``cp`` or ``context``.
-        """
-        return _ROLE_BY_NAME.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
-
-    def _axes_with(self, role: Role) -> tuple[str, ...]:
-        return tuple(axis for axis, found in zip(self.axes, self.roles, strict=True) if found == role)
-
-    def _names(self, axis: str) -> tuple[str, ...]:
-        return names_of(axis, dict(self._aliases))
-
-
 # Aliases, names for several axes: for example ``data`` for ``edp x mid``, and ``expert`` for ``mid x tensor`` ---------
 
 # With aliases one topology describes several meshes of the same ranks: each mesh dim is an axis, or an alias for several
@@ -293,9 +229,9 @@ class Peers(Sequence[int]):
         return self._len
 
     def __iter__(self) -> Iterator[int]:
-        # itertools.product stores each range in memory: as many numbers as the sum of the sizes, not their product.
+        # `product` stores each range in memory: as many numbers as the sum of the sizes, not their product.
         steps = (range(0, size * stride, stride) for size, stride in self._dims)
-        return map(sum, itertools.product((self._base,), *steps))
+        return map(sum, product((self._base,), *steps))
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -390,7 +326,7 @@ class _Axis(NamedTuple):
     only_splits_the_batch="is_batch_only_axis",
 )
 @dataclass(frozen=True, init=False, repr=False)
-class Topology(ByRole):
+class Topology:
     """The arrangement of all ranks on named mesh axes; immutable and hashable.
 
         topology = Topology(data=2, tensor=4)
@@ -451,7 +387,7 @@ class Topology(ByRole):
         for axis, size in axes.items():
             if not axis.isidentifier():
                 raise ValueError(f"{axis!r} can't name an axis; use an identifier such as 'data' or 'row'")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if not is_whole(size, 1):
                 raise ValueError(f"axis {axis!r} has size {size!r}; write an integer >= 1, such as {axis}=2")
         sizes = tuple(axes.values())
         atoms_by_alias = dict(resolve_aliases(aliases or {}, tuple(axes)))
@@ -510,7 +446,7 @@ class Topology(ByRole):
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
         """
-        axes, aliases = refined(agreed_dims(meshes))
+        axes, aliases = refined(gathered(lambda: dims_of(meshes)))
         return cls(roles=roles, aliases=aliases, **axes)
 
     if not TYPE_CHECKING:
@@ -526,6 +462,52 @@ class Topology(ByRole):
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Return a dict from each alias to its axes, slowest axis first."""
         return dict(self._aliases)
+
+    @property
+    def pipe_axes(self) -> tuple[str, ...]:
+        """Return the pipeline axes: each coordinate on such an axis is a stage with its own parameters."""
+        return self._axes_with("pipe")
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Return the data-parallel axes: ranks along them process different samples, or different parts of samples."""
+        return self._axes_with("data")
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Return the data-parallel axes along which ranks process different samples.
+
+        An axis is left out if it is named ``cp`` or ``context``, or if an alias with this name contains it. Ranks along
+        such an axis process different parts of the same samples.
+        """
+        return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Return the model-parallel axes: parameters are sharded or replicated over them as their specs declare."""
+        return self._axes_with("model")
+
+    @property
+    def expert_axes_without_role(self) -> tuple[str, ...]:
+        """Return the expert axes larger than 1 that have neither an explicit nor a default role.
+
+        An expert axis is named ``expert``, ``experts`` or ``ep``, or an alias with one of these names contains it. It
+        has an explicit role if ``roles=`` has an entry for the axis or for an alias that contains it. Without a role,
+        the axis is a model axis: gradients are not averaged over it. This is correct only if the ranks along the axis
+        process the same samples. If they process different samples, as in most expert-parallel models, pass
+        ``roles={axis: "data"}``.
+        """
+        names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._explicit}
+        experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
+        return tuple(axis for axis in experts if self.size(axis) > 1)
+
+    def is_batch_only_axis(self, axis: str) -> bool:
+        """Return True if the name of ``axis`` implies that ranks along it differ only in their samples.
+
+        The name must have the default role ``"data"``, such as ``dp``. Neither the axis nor an alias that contains it
+        may be named ``cp`` or ``context``.
+        """
+        return _ROLE_BY_NAME.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
 
     def expand_aliases(self, *names: str) -> tuple[str, ...]:
         """Return ``names`` with every alias replaced by its axes.
@@ -700,6 +682,12 @@ class Topology(ByRole):
         """
         return render(self, rank)
 
+    def _axes_with(self, role: Role) -> tuple[str, ...]:
+        return tuple(name for name, axis in self._by_axis.items() if axis.role == role)
+
+    def _names(self, axis: str) -> tuple[str, ...]:
+        return names_of(axis, self.aliases)
+
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} isn't in {self!r}; its ranks are 0..{self.world_size - 1}")
@@ -758,7 +746,7 @@ def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | 
         if axis is None or axis in found:
             return None
         found = (axis, *found)
-    places = product(*(range(topology.size(axis)) for axis in found))
-    at = topology.coordinate(ranks[0])
-    grid = tuple(topology.rank(**{**at, **dict(zip(found, place, strict=True))}) for place in places)
-    return found if grid == ranks else None
+    base = topology.peers(ranks[0], *found)[0]
+    along = [topology._by_axis[axis] for axis in found]
+    grid = product((base,), *(range(0, axis.size * axis.stride, axis.stride) for axis in along))
+    return found if tuple(map(sum, grid)) == ranks else None

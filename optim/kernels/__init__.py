@@ -1,1 +1,1 @@
-"""CPU and Triton kernels for gradient norms, optimizer updates (formulas in `native`), and stochastic rounding."""
+"""CPU and Triton kernels for gradient norms, optimizer updates and stochastic rounding."""

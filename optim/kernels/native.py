@@ -4,7 +4,7 @@ The kernels need one pass over memory where torch's kernels need two or more. Fo
 `DTYPES` are converted to float64, and their powers |x|^p are summed (for p = inf, the largest |x| is found). An update
 reads the gradient in its own precision, multiplies it by a factor, updates parameter and optimizer states, and writes
 the half-precision copy of the parameter. The gradients are unchanged. Stochastic rounding draws its noise from counters
-(`rounding_noise`).
+(`rounding`).
 
 The results are bitwise identical for all variants of the loops and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from math import inf, sqrt
+from math import inf
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 INTERFACE = 6  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -44,7 +44,7 @@ NO_MEMORY = "the native CPU kernels of meshstep could not allocate host memory"
 
 
 class Kind(IntEnum):
-    """Formula of an optimizer update: `Adam`, `SGD` or `Adagrad`."""
+    """Formula of an optimizer update: that of Adam and AdamW, of SGD, or of Adagrad."""
 
     ADAM = 0
     SGD = 1
@@ -74,6 +74,20 @@ class PointerColumns:
         return len(self.numels)
 
 
+class RoundingColumns(NamedTuple):
+    """Addresses and noise of the tensors that one call of a kernel rounds, as columns with one row per tensor.
+
+    ``targets`` and ``sources`` are addresses of contiguous bfloat16 and float32 tensors; no tensor is empty. ``numbers``
+    has the index of each tensor among the tensors with its noise key.
+    """
+
+    targets: array[int]
+    sources: array[int]
+    numels: array[int]
+    keys: array[int]
+    numbers: array[int]
+
+
 class Native:
     """The functions of the compiled library. `powers`, `means`, `update` and `round` return 1 if out of memory, else 0.
 
@@ -89,9 +103,8 @@ class Native:
             the gradients (negative to maximize), the address of ``found_inf``, and the number of threads. The
             hyper-parameters are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
             momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
-        round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding_noise`. Arguments: the number
-            of tensors, the addresses of five tables (the targets' addresses, the sources' addresses, numels, noise keys,
-            and each tensor's number among the tensors with its key), the step, and the number of threads.
+        round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding`. Arguments: the number
+            of tensors, the addresses of the columns of a `RoundingColumns`, the step, and the number of threads.
         evict: Removes memory from the caches of an x86-64 processor; does nothing on others. Arguments: the address and the
             number of bytes.
         variant: The variant of the loops in use (see `VARIANTS`).
@@ -213,80 +226,3 @@ def built() -> Native | None:
         )
         return None
     return Native(found[0])
-
-
-# Reference formulas of the updates ------------------------------------------------------------------------------------
-
-# Tests compare the kernels with these formulas, which use torch operations in the dtype of their arguments. Argument p is
-# the parameter, g the gradient times a factor (negative to maximize), and t the number of the step, counted from 1.
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Formula of Adam and AdamW. Optimizer states: both moments, and with ``amsgrad`` the maximum of the second.
-
-    With ``decoupled``, the weight decay does not go through the moments (AdamW).
-
-    References: Kingma, Ba 2015 (arXiv:1412.6980); for ``decoupled`` Loshchilov, Hutter 2019 (arXiv:1711.05101); for
-    ``amsgrad`` Reddi et al. 2018.
-    """
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decoupled: bool = True
-    amsgrad: bool = False
-
-    def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
-        m, v, *largest = states
-        if self.decoupled:
-            p.mul_(1 - self.lr * self.weight_decay)
-        else:
-            g = g + self.weight_decay * p
-        m.copy_(self.beta1 * m + (1 - self.beta1) * g)
-        v.copy_(self.beta2 * v + (1 - self.beta2) * g * g)
-        second = v
-        if self.amsgrad:
-            second = largest[0].copy_(largest[0].maximum(v))
-        mean, root = m / (1 - self.beta1**t), second.sqrt() / sqrt(1 - self.beta2**t)
-        p.sub_(self.lr * mean / (root + self.eps))
-
-
-@dataclass(frozen=True)
-class SGD:
-    """Formula of SGD. Optimizer state: the momentum buffer, initially zeros; none without momentum.
-
-    As in torch, the momentum buffer does not contain the learning rate, also with ``nesterov``. With ``dampening``,
-    torch's first step differs: torch starts the buffer with the undampened gradient.
-    """
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-
-    def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        g = g + self.weight_decay * p
-        if states:
-            kept = states[0].copy_(self.momentum * states[0] + (1 - self.dampening) * g)
-            g = g + self.momentum * kept if self.nesterov else kept
-        p.sub_(self.lr * g)
-
-
-@dataclass(frozen=True)
-class Adagrad:
-    """Formula of Adagrad (Duchi, Hazan, Singer 2011). Optimizer state: the sum of the gradients' squares."""
-
-    lr: float
-    lr_decay: float = 0.0
-    eps: float = 1e-10
-    weight_decay: float = 0.0
-
-    def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        g = g + self.weight_decay * p
-        total = states[0].add_(g * g)
-        p.sub_(self.lr / (1 + (t - 1) * self.lr_decay) * g / (total.sqrt() + self.eps))

@@ -1,10 +1,22 @@
-"""Stochastic rounding of many tensors to bfloat16 by the Triton kernel on a GPU, and by the C loop on a CPU."""
+"""Stochastic rounding of many tensors to bfloat16 by the Triton kernel on a GPU, and by the C loop on a CPU.
+
+The noise of an element is a function of a key, the step, the number of the tensor among the tensors with this key, and
+the element's index in row-major order. So replicas draw equal noise, whatever else they round, and no noise is stored in
+memory. The noise differs from the random numbers of `torch.Generator`, with which torch's operators round.
+
+    counter = (index of the counter, number of the tensor, step, step >> 32)    Philox 4x32, 10 rounds, 64-bit key
+    noise   = 16 bits of the four words of the result: 8 elements per counter
+
+The Triton kernel (`triton_rounding_kernel`) and the C loop (`csrc/loops.h`) draw bitwise identical noise.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +25,27 @@ from ...amp.casting import copy_each_
 from ...amp.stochastic_rounding import Drawn
 from .choice import chosen, triton_on
 from .memory import PLAIN, is_lazy
-from .native import NO_MEMORY, Native
+from .native import NO_MEMORY, RoundingColumns
 
-RoundContiguous = Callable[[Sequence[Tensor], Sequence[Tensor], "array[int]", "array[int]", int], None]
-"""A function that rounds contiguous float32 sources into contiguous bfloat16 targets on one device.
 
-Arguments: targets; sources; per tensor the key of its noise, and its number among the tensors with this key; the step.
-"""
+class _Row(NamedTuple):
+    """A tensor to round. Kernels read ``source`` and write ``written`` linearly, so both are contiguous.
+
+    ``written`` is ``target``, or a new tensor that must be copied into ``target``. ``key`` identifies the noise, and
+    ``number`` the tensor among the tensors with this key.
+    """
+
+    target: Tensor
+    written: Tensor
+    source: Tensor
+    key: int
+    number: int
 
 
 @torch.no_grad()
 def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
     """Round tensors with the Triton kernel or the C loop if it is chosen (`use_kernels`), and return all other tensors.
 
-    Both draw the noise of `rounding_noise`. Element i of a tensor in row-major order has noise number i, whatever its
-    strides.
     Host synchronization: none, except in the first call for a GPU (see `triton_on`).
     """
     others, groups = [], dict[tuple[torch.device, int], list[Drawn]]()
@@ -38,13 +56,7 @@ def round_by_kernels(everything: Sequence[Drawn]) -> list[Drawn]:
         else:
             others.append(drawn)
     for (device, step), group in groups.items():
-        loops = chosen.native if device.type == "cpu" else None
-        if loops is not None:
-            _round_group(group, step, partial(_round_by_loop, loops))
-        else:
-            from .triton_rounding import round_by_triton
-
-            _round_group(group, step, round_by_triton)
+        _round_group(group, device, step)
     return others
 
 
@@ -53,44 +65,37 @@ def _is_plain(drawn: Drawn) -> bool:
     return {*map(type, tensors)} <= PLAIN and not any(map(is_lazy, tensors))
 
 
-def _round_group(group: Sequence[Drawn], step: int, round_contiguous: RoundContiguous) -> None:
-    pairs, keys, numbers = list[tuple[Tensor, Tensor]](), array("Q"), array("q")
-    for drawn in group:
-        for number, pair in enumerate(drawn.pairs):
-            if pair[0].numel():
-                pairs.append(pair)
-                keys.append(drawn.noise.key)
-                numbers.append(number)
-    if not pairs:
-        return
-    # The kernels read and write memory linearly, so they need contiguous tensors.
-    sources = [source.to(torch.float32).contiguous() for _, source in pairs]
-    targets = [target for target, _ in pairs]
-    direct = [target.is_contiguous() and type(target) in PLAIN for target in targets]
-    written = [
-        target if is_direct else torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        for target, is_direct in zip(targets, direct, strict=True)
+def _round_group(group: Sequence[Drawn], device: torch.device, step: int) -> None:
+    rows = [
+        _Row(target, _writable(target), source.to(torch.float32).contiguous(), drawn.noise.key, number)
+        for drawn in group
+        for number, (target, source) in enumerate(drawn.pairs)
+        if target.numel()
     ]
-    round_contiguous(written, sources, keys, numbers, step)
-    strided = [index for index, is_direct in enumerate(direct) if not is_direct]
-    if strided:
-        copy_each_([targets[index] for index in strided], [written[index] for index in strided])
-    # Kernels don't increase version counters, with which autograd detects writes to tensors that it saved.
-    torch.autograd.graph.increment_version(
-        [target for target, is_direct in zip(targets, direct, strict=True) if is_direct]
+    if not rows:
+        return
+    columns = RoundingColumns(
+        array("Q", [row.written.data_ptr() for row in rows]),
+        array("Q", [row.source.data_ptr() for row in rows]),
+        array("q", [row.target.numel() for row in rows]),
+        array("Q", [row.key for row in rows]),
+        array("q", [row.number for row in rows]),
     )
+    loops = chosen.native if device.type == "cpu" else None
+    if loops is not None:
+        tables = (column.buffer_info()[0] for column in columns)
+        if loops.round(len(rows), *tables, step, torch.get_num_threads()):
+            raise MemoryError(NO_MEMORY)
+    elif (kernels := triton_on(device)) is not None:
+        kernels.round(columns, step, device)
+    if strided := [row for row in rows if row.written is not row.target]:
+        copy_each_([row.target for row in strided], [row.written for row in strided])
+    # Kernels don't increase version counters, with which autograd detects writes to tensors that it saved.
+    torch.autograd.graph.increment_version([row.target for row in rows if row.written is row.target])
 
 
-def _round_by_loop(
-    loops: Native,
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    keys: array[int],
-    numbers: array[int],
-    step: int,
-) -> None:
-    addresses = [array("Q", map(Tensor.data_ptr, tensors)) for tensors in (targets, sources)]
-    numels = array("q", map(Tensor.numel, targets))
-    tables = [table.buffer_info()[0] for table in (*addresses, numels, keys, numbers)]
-    if loops.round(len(targets), *tables, step, torch.get_num_threads()):
-        raise MemoryError(NO_MEMORY)
+def _writable(target: Tensor) -> Tensor:
+    """Return ``target`` if a kernel can write it linearly, else a new contiguous tensor."""
+    if target.is_contiguous() and type(target) in PLAIN:
+        return target
+    return torch.empty(target.shape, dtype=target.dtype, device=target.device)

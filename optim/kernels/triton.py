@@ -1,4 +1,4 @@
-"""Launcher of the Triton kernels in `triton_kernels`, which compute the same formulas as the compiled CPU kernels.
+"""Launcher of the Triton kernels, which compute the same formulas as the compiled CPU kernels.
 
 The kernels were tested on an NVIDIA H100. On a CPU, tests use Triton's interpreter: if the environment has
 ``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from . import triton_kernels
+from . import triton_kernels, triton_rounding_kernel
 from .device_constants import Tables
 from .memory import PLAIN, in_memory_order
-from .native import DTYPES, Kind, PointerColumns
+from .native import DTYPES, Kind, PointerColumns, RoundingColumns
 
 MOST = 11  # largest supported finite p (integers only). For `norm.powers.HIGH` = 12 <= p < inf, callers use other code
 
@@ -79,6 +79,7 @@ class Triton:
         self.version = str(triton.__version__)
         self.interpreted = not isinstance(triton_kernels.powers_of_chunks, JITFunction)
         self._tables = Tables()
+        self._rounding_tables = Tables()  # apart, because a step that rounds needs many tables for its buckets
 
     def runs_on(self, device: torch.device) -> bool:
         return device.type == ("cpu" if self.interpreted else "cuda")
@@ -107,8 +108,7 @@ class Triton:
             found = torch.empty(len(tensors), dtype=torch.float64, device=device)
             block = triton_kernels.BLOCK
             if cut.count:
-                chunks: Any = triton_kernels.powers_of_chunks[(cut.count,)]
-                chunks(
+                triton_kernels.powers_of_chunks[(cut.count,)](
                     addresses,
                     cut.numels,
                     cut.chunks,
@@ -177,6 +177,25 @@ class Triton:
             triton_kernels.BLOCK,
             enable_fp_fusion=False,
         )
+
+    def round(self, columns: RoundingColumns, step: int, device: torch.device) -> None:
+        """Round float32 tensors on ``device`` to bfloat16 stochastically, with one launch and the noise of `rounding`."""
+        of, kernels = self._rounding_tables.of, triton_rounding_kernel
+        with _on(device):
+            cut = self._rounding_tables.chunks_of(columns.numels, kernels.CHUNK, device)
+            kernels.round_chunks[(cut.count,)](
+                of(columns.targets, device),
+                of(columns.sources, device),
+                cut.numels,
+                cut.chunks,
+                of(columns.keys, device),
+                of(columns.numbers, device),
+                step,
+                _are_aligned(columns.targets, 16) and _are_aligned(columns.sources, 16),
+                kernels.LANES,
+                kernels.ROWS,
+                kernels.CHUNK,
+            )
 
 
 def _variant(kind: Kind, part: KernelLaunch) -> Variant:

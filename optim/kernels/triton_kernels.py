@@ -1,4 +1,4 @@
-"""Triton kernels for powers of gradients, and for optimizer updates with the formulas of `native`.
+"""Triton kernels for powers of gradients, and for the optimizer updates of `native.Kind`.
 
 The kernels read the addresses of tensors from tables, so one launch covers tensors at arbitrary addresses.
 """

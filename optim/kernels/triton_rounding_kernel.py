@@ -1,6 +1,6 @@
 """A Triton kernel that rounds many float32 tensors to bfloat16 stochastically in one launch.
 
-It draws the noise of `rounding_noise`, which has the formula.
+The formula of the noise is in `rounding`.
 """
 
 # Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
@@ -8,8 +8,8 @@ It draws the noise of `rounding_noise`, which has the formula.
 import triton
 import triton.language as tl
 
-from .rounding_noise import LANES, ROWS
-
+LANES = 512  # elements of a row
+ROWS = 8  # a counter serves the elements of one column of 8 rows
 CHUNK = 4 * ROWS * LANES  # elements per program
 
 

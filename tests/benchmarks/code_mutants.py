@@ -561,11 +561,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "torch.empty_like(param, memory_format=order)",
     ): "False is the default",
     (
-        "optim/kernels/triton_rounding.py",
-        "targets[0].device",
-        "targets[(-1)].device",
-    ): "all targets are on one device",
-    (
         "optim/states/gradient_completion.py",
         "self._agreement is not None and without",
         "(self._agreement is not None)",

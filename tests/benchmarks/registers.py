@@ -32,8 +32,8 @@ HEADER = [
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return the rows of the table: a kernel and its compile-time arguments."""
-    from meshstep.optim.kernels import triton_kernels, triton_rounding_kernel
-    from meshstep.optim.kernels.rounding_noise import LANES, ROWS
+    from meshstep.optim.kernels import triton_kernels
+    from meshstep.optim.kernels import triton_rounding_kernel as rounding
 
     sizes = {"CHUNK": triton_kernels.CHUNK, "BLOCK": triton_kernels.BLOCK}
     dtypes = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
@@ -64,8 +64,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any]]]:
             {"KIND": 0, "DECOUPLED": True, "BLOCK": triton_kernels.ROWS},
         ),
         "stochastic rounding": (
-            triton_rounding_kernel.round_chunks,
-            {"ALIGNED": True, "LANES": LANES, "ROWS": ROWS, "CHUNK": triton_rounding_kernel.CHUNK},
+            rounding.round_chunks,
+            {"ALIGNED": True, "LANES": rounding.LANES, "ROWS": rounding.ROWS, "CHUNK": rounding.CHUNK},
         ),
     }
 

@@ -8,7 +8,8 @@ from dataclasses import astuple
 
 import torch
 from hypothesis import strategies as st
-from meshstep.optim.kernels.native import SGD, Adagrad, Adam, Kind, PointerColumns
+from kernel_formulas import SGD, Adagrad, Adam
+from meshstep.optim.kernels.native import Kind, PointerColumns
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -465,7 +465,7 @@ static void round_chunks(void *given, int64_t begin, int64_t end) {
     }
 }
 
-/* Round float32 `sources` to bfloat16 `targets`, with the noise of `rounding_noise.py`.
+/* Round float32 `sources` to bfloat16 `targets`, with the noise of `rounding.py`.
  *
  * keys, numbers: for each tensor the key of its noise, and its number among the tensors with this key. Returns 1 if out of
  * memory, else 0. */

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 from interpreted import interpreted_pool, why_no_triton
+from kernel_formulas import noise_of, round_plainly
 from loops import using, variants_here, with_threads, with_variant
 from meshstep.amp.stochastic_rounding import Drawn, Noise, round_all_, stochastic_round_
 from meshstep.optim.kernels.native import torchs_threads
 from meshstep.optim.kernels.rounding import round_by_kernels
-from meshstep.optim.kernels.rounding_noise import noise_of, round_plainly
 from rounding_cases import BF16, F32, assert_replicas_equal_and_shards_different, bits, stepped_on_ranks, values
 from torch import Tensor, nn
 from world import World

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
+from kernel_formulas import SGD, Adagrad, Adam
 from loops import loops, variants_here, with_threads, with_variant
 from meshstep.optim.kernels import native as native_module
-from meshstep.optim.kernels.native import SGD, Adagrad, Adam
 from meshstep.optim.step.c_engine import update_by_loops
 from properties import number_of_cases
 from torch import Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kernel_formulas import noise_of, philox
 from meshstep.amp.stochastic_rounding import (
     Drawn,
     Noise,
@@ -11,7 +12,6 @@ from meshstep.amp.stochastic_rounding import (
     round_all_,
     stochastic_round_,
 )
-from meshstep.optim.kernels.rounding_noise import noise_of, philox
 from rounding_cases import BF16, values
 from torch import Tensor
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from compiled_kernels import compile_kernel, resources_of
 from interpreted import Interpreted, why_no_triton
+from kernel_formulas import LANES, ROWS, noise_of, round_plainly
 from meshstep.amp.stochastic_rounding import Drawn, Noise
-from meshstep.optim.kernels.rounding_noise import LANES, ROWS, noise_of, round_plainly
 from rounding_cases import BF16, F32, assert_replicas_equal_and_shards_different, bits, stepped_on_ranks, values
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())

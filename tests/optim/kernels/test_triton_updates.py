@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, kernels, why_no_triton
 from kernel_cases import DTYPES, HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
-from meshstep.optim.kernels.native import SGD, Adagrad, Adam, PointerColumns
+from kernel_formulas import SGD, Adagrad, Adam
+from meshstep.optim.kernels.native import PointerColumns
 from properties import number_of_cases
 from torch import Tensor
 

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from interpreted import Interpreted, kernels, why_no_triton
+from kernel_formulas import Adam
 from kernel_steps import CHANGES, MAKE, SHAPES, changed, close, gradients, model_of, of
 from loops import using
 from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels import choice
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.kernels.native import Adam
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn

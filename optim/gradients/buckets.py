@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -79,24 +79,17 @@ class FlatBucket:
     slices: int
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
-
-    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        return tuple((start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True))
-
-    @property
-    def end(self) -> int:
-        return self.spans[-1][1]
-
-    @property
-    def numel(self) -> int:
-        return sum(self.numels)
+        """Return (first element, end) of each parameter in the buffer."""
+        found, start = [], 0
+        for numel in self.numels:
+            found.append((start, start + numel))
+            start += _aligned(numel)
+        return tuple(found)
 
     @property
     def slice_numel(self) -> int:
-        return _aligned(-(-self.end // self.slices))
+        return _aligned(-(-self.spans[-1][1] // self.slices))
 
     @property
     def padded_numel(self) -> int:
@@ -117,24 +110,21 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
+def flat_buckets(numels: dict[int, int], slices: int, bucket_numel: int) -> list[FlatBucket]:
     """Return flat buckets of the parameters. The bucket of the last parameters comes first.
 
     Backward usually fills the buckets in this order. A parameter with more than ``bucket_numel`` elements gets a
-    separate bucket.
+    separate bucket. ``numels`` has the numbers of elements by ascending index of the parameter.
     """
     runs: list[list[int]] = []
     size = 0
-    for position in reversed(range(len(indices))):
-        if not runs or size + numels[position] > bucket_numel:
+    for index in reversed(numels):
+        if not runs or size + numels[index] > bucket_numel:
             runs.append([])
             size = 0
-        runs[-1].append(position)
-        size += numels[position]
-    return [
-        FlatBucket(tuple(indices[p] for p in reversed(run)), tuple(numels[p] for p in reversed(run)), slices)
-        for run in runs
-    ]
+        runs[-1].append(index)
+        size += numels[index]
+    return [FlatBucket(tuple(reversed(run)), tuple(numels[index] for index in reversed(run)), slices) for run in runs]
 
 
 # Bucket ---------------------------------------------------------------------------------------------------------------
@@ -183,12 +173,12 @@ class NoCompression(CommHook):
     """
 
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        work: Any = dist.all_reduce(flat, group=group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
+        return work.wait
 
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        work: Any = getattr(dist, REDUCE_SCATTER)(own, flat, group=group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        work: dist.Work = getattr(dist, REDUCE_SCATTER)(own, flat, group=group, async_op=True)
+        return work.wait
 
 
 class Reducible(Protocol):
@@ -316,7 +306,7 @@ class GradientBucket:
         if self._gaps:
             torch._foreach_zero_([flat[start:stop] for start, stop in self._gaps])
         views, gradients = [], []
-        for param, view in self._views(flat):
+        for param, view in self.views(flat):
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
@@ -337,7 +327,7 @@ class GradientBucket:
 
     def _unpack(self, flat: Tensor) -> None:
         targets, sources = [], []
-        for param, view in self._views(flat):
+        for param, view in self.views(flat):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen after the bucket was made; if it had a gradient, the optimizer would step it
             narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum would round it
@@ -356,7 +346,8 @@ class GradientBucket:
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
-    def _views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return (parameter, view of its elements in the buffer ``flat``) pairs."""
         return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
@@ -509,9 +500,9 @@ def gradient_buckets(
     keyed_buckets: list[tuple[tuple[int, ...], NormBucket, int, GradientBucket]] = []
     for kind, found in sorted(by_key.items()):
         indices = sorted(found)
-        dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
+        dtype, numels = gradient_dtype(params[indices[0]]), {index: params[index].numel() for index in indices}
         group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
+        for layout in flat_buckets(numels, 1, nbytes // dtype.itemsize):
             bucket_params = [params[index] for index in layout.indices]
             pending = [params[index] for index in layout.indices if is_pending[index]]
             bucket = GradientBucket(
@@ -693,14 +684,3 @@ class Bf16Compression(CommHook):
         # A non-finite gradient skips the step. Its error (inf - inf = NaN) must not be added to the next gradients.
         lost.sub_(wire).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return wire
-
-
-def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
-    """Return for each round the sum over ranks of ``rounds[t][r]`` rounded to bfloat16: a reference for tests."""
-    lost = [torch.zeros_like(flat) for flat in rounds[0]]
-    sums = []
-    for flats in rounds:
-        given = [flat + late if error_feedback else flat for flat, late in zip(flats, lost, strict=True)]
-        lost = [flat - flat.bfloat16().float() for flat in given]
-        sums.append(torch.stack([flat.bfloat16().double() for flat in given]).sum(0))
-    return sums

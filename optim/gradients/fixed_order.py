@@ -23,7 +23,7 @@ Two ranks with three micro-batches each, or six ranks with one each, compute the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,24 +75,22 @@ def _owned(gradient: Tensor) -> Tensor:
 
 def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the sum of two partial sums per parameter. The result overwrites and reuses tensors of both arguments."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    pairs = list(zip(left, right, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    one = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
+    one = [a if b is None else b for a, b in pairs if (a is None) != (b is None)]
     if one:
         # A missing gradient counts as zeros, and -0 + 0 = 0. So -0 must become 0 here too.
         torch._foreach_add_([value for value in one if value is not None], 0.0)
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def levels_of(count: int) -> int:
-    return max(count - 1, 0).bit_length()
+    return [b if a is None else a for a, b in pairs]
 
 
 def root_of(parts: Mapping[Node, Tensor], count: int) -> Tensor:
     """Return the sum of all partial sums in the order of the tree. Tensors in ``parts`` may be overwritten."""
     parts = dict(parts)
-    for level in range(levels_of(count)):
+    levels = (count - 1).bit_length()
+    for level in range(levels):
         for place in sorted(node.place for node in parts if node.level == level):
             if (value := parts.pop(Node(level, place), None)) is None:
                 continue  # it was added to its left sibling
@@ -222,6 +220,10 @@ class _Bucket(NamedTuple):
     layout: FlatBucket
     receive: Callable[[Tensor | None], object] | None = None
 
+    def spans(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Iterate over (index of the parameter, its span in the buffer)."""
+        return zip(self.indices, self.layout.spans, strict=True)
+
 
 class FixedOrderSum:
     """Sums gradients over the micro-batches of all data ranks, in the order of a binary tree (see the module).
@@ -262,7 +264,7 @@ class FixedOrderSum:
             _Bucket(layout.indices, dtype, device, layout)
             for (dtype, device), indices in sorted(by_kind.items(), key=lambda item: (str(item[0]), item[1]))
             for layout in flat_buckets(
-                indices, [self.params[i].numel() for i in indices], ranks.ranks, size // dtype.itemsize
+                {index: self.params[index].numel() for index in indices}, ranks.ranks, size // dtype.itemsize
             )
         ]
 
@@ -329,7 +331,7 @@ class FixedOrderSum:
         """Return one partial sum as a buffer, [padded_numel], with zeros for missing gradients. Frees used ``values``."""
         parts, end = list[Tensor](), 0
         zeros = torch.zeros(ALIGNMENT * self._ranks.ranks, dtype=bucket.dtype, device=bucket.device)
-        for index, (start, stop) in zip(bucket.indices, bucket.layout.spans, strict=True):
+        for index, (start, stop) in bucket.spans():
             value, values[index] = values[index], None
             parts += [zeros[: start - end], zeros.new_zeros(stop - start) if value is None else value.reshape(-1)]
             end = stop
@@ -337,7 +339,7 @@ class FixedOrderSum:
         return torch.cat([*parts, zeros[:rest] if rest <= len(zeros) else zeros.new_zeros(rest)])
 
     def _unpack(self, flat: Tensor, bucket: _Bucket) -> None:
-        for index, (start, stop) in zip(bucket.indices, bucket.layout.spans, strict=True):
+        for index, (start, stop) in bucket.spans():
             param = self.params[index]
             if not param.requires_grad:
                 continue
@@ -351,12 +353,3 @@ class FixedOrderSum:
 def sum_dtype(param: Tensor) -> torch.dtype:
     dtype = gradient_dtype(param)
     return torch.float32 if dtype in HALF_DTYPES else dtype
-
-
-def reference_tree_sum(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum of one gradient per micro-batch in the order of the tree: a recursive reference for tests."""
-    count = len(gradients)
-    if count == 1:
-        return gradients[0]
-    half = 1 << (levels_of(count) - 1)
-    return reference_tree_sum(gradients[:half]) + reference_tree_sum(gradients[half:])

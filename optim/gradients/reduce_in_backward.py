@@ -159,7 +159,7 @@ class ArrivedGradients:
         hooks = [
             param.register_post_accumulate_grad_hook(_adding(index, arrived)) for index, param in self._watched.items()
         ]
-        self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def clear(self) -> None:
         self._arrived.clear()
@@ -218,8 +218,8 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
     the ranks that differ.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
-    first = [sizes[topology.peers(rank, *within)[0]] for rank in range(len(sizes))]
-    others = {(one, other) for one, other in zip(sizes, first, strict=True) if one != other}
+    pairs = {(of_rank, sizes[topology.peers(rank, *within)[0]]) for rank, of_rank in enumerate(sizes)}
+    others = {(one, other) for one, other in pairs if one != other}
 
     def differ(kinds: set[str]) -> bool:
         return any(

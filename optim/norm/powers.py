@@ -1,8 +1,7 @@
 """Powers of one rank's gradients, computed without a collective. The power of a gradient g is the sum of |g|^p.
 
-`local_powers` chooses the kernels: compiled loops, Triton kernels, or torch's kernels (`powers_by_torch`). Tests compare
-them with `reference_powers`. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows nor
-underflows in float64.
+`local_powers` chooses the kernels: compiled loops, Triton kernels, or torch's kernels (`powers_by_torch`). Up to
+p = 6, the power of a finite float32 or half-precision gradient neither overflows nor underflows in float64.
 
 On devices with float64, sums are accumulated in float64. Exception: torch's kernels on a CPU sum `ROW` squares of
 float32 gradients at a time in float32. ``torch.linalg.vector_norm`` on a CPU would accumulate all squares of a float32
@@ -37,21 +36,6 @@ HIGH = 12.0  # for p >= HIGH, functions return p-norms instead of powers
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of powers and norms on ``device``: float64, or float32 on Apple GPUs (mps), which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the values of `local_powers`, [n] float64, computed one gradient at a time: a reference for tests."""
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
-    if norm_type >= HIGH and norm_type != inf:
-        largest = reference_powers(gradients, inf)
-        scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
-        return torch.stack([g.abs().pow(norm_type).sum() for g in scaled]).pow(1 / norm_type) * largest
-    if norm_type == inf:
-        powers = [g.double().abs().max() if g.numel() else g.new_zeros((), dtype=torch.float64) for g in gradients]
-    else:
-        powers = [g.double().abs().pow(norm_type).sum() for g in gradients]
-    return torch.stack(powers)
 
 
 def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -468,8 +468,8 @@ def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStrea
     for (device, _, dtype), members in kinds.items():
         if device.type == "cuda" and device not in streams:
             streams[device] = TransferStreams(device)
-        numels = [param.numel() for param in members]
-        for layout in flat_buckets(range(len(members)), numels, 1, BUCKET_BYTES // dtype.itemsize)[::-1]:
+        numels = {index: param.numel() for index, param in enumerate(members)}
+        for layout in flat_buckets(numels, 1, BUCKET_BYTES // dtype.itemsize)[::-1]:
             yield HostBucket([members[index] for index in layout.indices], dtype, streams.get(device))
 
 

@@ -199,8 +199,7 @@ class ZeroBucket:
             if flat.data_ptr() == self.params[0].data_ptr():
                 torch.autograd.graph.increment_version(self.params)
             else:
-                places = zip(self.layout.offsets, self.params, strict=True)
-                arrived = [flat[at : at + p.numel()].view(p.shape) for at, p in places]
+                arrived = [view for _, view in self._bucket.views(flat)]
                 if flat.is_cpu:
                     torch._foreach_copy_(self.params, arrived)
                 else:  # few kernels; `_foreach_copy_` would launch one per parameter if any memory format differs
@@ -573,8 +572,8 @@ class Shards(ParamTransform):
         planned = []
         for (decision, *_), indices in together.items():
             bucket_numel = BUCKET_BYTES // self._grad_dtype(params[indices[0]]).itemsize
-            numels, size = [params[index].numel() for index in indices], self.registry.size(*decision.axes)
-            planned += [(decision, layout) for layout in flat_buckets(indices, numels, size, bucket_numel)]
+            numels, size = {index: params[index].numel() for index in indices}, self.registry.size(*decision.axes)
+            planned += [(decision, layout) for layout in flat_buckets(numels, size, bucket_numel)]
         return sorted(planned, key=lambda item: -item[1].indices[-1])
 
     def _grad_dtype(self, param: Tensor) -> torch.dtype:

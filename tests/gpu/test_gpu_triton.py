@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from interpreted import why_no_triton
+from kernel_formulas import reference_powers
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels, triton_on
-from meshstep.optim.norm.powers import local_powers, reference_powers
+from meshstep.optim.norm.powers import local_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from on_gpu import nobody_waits
 from torch import Tensor, nn

@@ -1,11 +1,13 @@
-"""The formulas of meshstep's kernels in plain torch, with which tests compare the kernels: updates, and rounding noise."""
+"""The formulas of meshstep's kernels in plain torch: updates, rounding noise and powers. Tests compare kernels with them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 import torch
+from meshstep.optim.norm.powers import HIGH
 from torch import Tensor
 
 # Updates --------------------------------------------------------------------------------------------------------------
@@ -123,3 +125,21 @@ def round_plainly(source: Tensor, noise: Tensor) -> Tensor:
     bits = source.contiguous().view(torch.int32).long()
     rounded = torch.where(source.isnan(), bits, bits + noise.view(source.shape)) >> 16
     return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+# Powers ---------------------------------------------------------------------------------------------------------------
+
+
+def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the values of `local_powers`, [n] float64, computed one gradient at a time."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    if norm_type >= HIGH and norm_type != inf:
+        largest = reference_powers(gradients, inf)
+        scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
+        return torch.stack([g.abs().pow(norm_type).sum() for g in scaled]).pow(1 / norm_type) * largest
+    if norm_type == inf:
+        powers = [g.double().abs().max() if g.numel() else g.new_zeros((), dtype=torch.float64) for g in gradients]
+    else:
+        powers = [g.double().abs().pow(norm_type).sum() for g in gradients]
+    return torch.stack(powers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import inf, sqrt
@@ -18,21 +19,22 @@ from fixed_order_runs import CLIPS, FixedRun, resumed, trained
 from meshstep.amp import Bf16
 from meshstep.optim import SOAP, Adaptive, Bf16Compression, ByNorm, Clip, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
-from meshstep.optim.gradients.fixed_order import (
-    Node,
-    TreeRanks,
-    TreeSum,
-    exchange,
-    nodes_of,
-    reference_tree_sum,
-    root_of,
-)
+from meshstep.optim.gradients.fixed_order import Node, TreeRanks, TreeSum, exchange, nodes_of, root_of
 from meshstep.optim.norm.exact_norm import CHUNK, ExactNorm, chunk_powers, exact_summands
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
 
 # The tree -------------------------------------------------------------------------------------------------------------
+
+
+def reference_tree_sum(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one gradient per micro-batch in the order of the tree, computed recursively."""
+    count = len(gradients)
+    if count == 1:
+        return gradients[0]
+    half = 1 << ((count - 1).bit_length() - 1)
+    return reference_tree_sum(gradients[:half]) + reference_tree_sum(gradients[half:])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 24])

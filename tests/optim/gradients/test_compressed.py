@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Bf16Compression, Booster, ParallelOptimizer, Sharded
-from meshstep.optim.gradients.buckets import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER, all_gather_flat
 from optimizers import adamw
@@ -69,6 +68,17 @@ def summed(scatter: bool, feedback: bool) -> list[Tensor]:
             wire.all_reduce(flat, group, memory)()
             sums.append(flat)
     assert set(memory) == ({"lost"} if feedback else set())
+    return sums
+
+
+def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
+    """Return for each round the sum over ranks of ``rounds[t][r]`` rounded to bfloat16."""
+    lost = [torch.zeros_like(flat) for flat in rounds[0]]
+    sums = []
+    for flats in rounds:
+        sent_flats = [flat + late if error_feedback else flat for flat, late in zip(flats, lost, strict=True)]
+        lost = [flat - flat.bfloat16().float() for flat in sent_flats]
+        sums.append(torch.stack([flat.bfloat16().double() for flat in sent_flats]).sum(0))
     return sums
 
 

@@ -15,11 +15,11 @@ from meshstep.optim.gradients.buckets import ALIGNMENT, flat_buckets
 )
 def test_slices_of_flat_buckets_cover_every_element_once(numels: list[int], slices: int, bucket_numel: int) -> None:
     indices = [3 * i for i in range(len(numels))]
-    buckets = flat_buckets(indices, numels, slices, bucket_numel)
+    buckets = flat_buckets(dict(zip(indices, numels, strict=True)), slices, bucket_numel)
     assert sorted(index for bucket in buckets for index in bucket.indices) == indices
     assert [bucket.indices[-1] for bucket in buckets] == sorted((b.indices[-1] for b in buckets), reverse=True)
     for bucket in buckets:
-        assert bucket.numel <= bucket_numel or len(bucket.indices) == 1
+        assert sum(bucket.numels) <= bucket_numel or len(bucket.indices) == 1
         seen = [torch.zeros(numel, dtype=torch.int) for numel in bucket.numels]
         for index in range(slices):
             segments = bucket.segments(index)
@@ -27,8 +27,8 @@ def test_slices_of_flat_buckets_cover_every_element_once(numels: list[int], slic
             for segment in segments:
                 seen[segment.position][segment.start : segment.start + segment.numel] += 1
                 there = index * bucket.slice_numel + segment.offset
-                assert there == bucket.offsets[segment.position] + segment.start
+                assert there == bucket.spans[segment.position][0] + segment.start
                 assert segment.offset + segment.numel <= bucket.slice_numel
                 assert segment.start % ALIGNMENT == segment.offset % ALIGNMENT == 0
         assert all(bool((count == 1).all()) for count in seen)
-        assert bucket.padded_numel - bucket.numel < ALIGNMENT * (slices + len(bucket.numels))
+        assert bucket.padded_numel - sum(bucket.numels) < ALIGNMENT * (slices + len(bucket.numels))

@@ -42,8 +42,8 @@ class Seen(CommHook):
 
 
 def bucket_of(params: list[nn.Parameter], hook: CommHook, slices: int = 1, **options: Any) -> GradientBucket:
-    numels = [param.numel() for param in params]
-    (layout,) = flat_buckets(list(range(len(params))), numels, slices, 10**6)
+    numels = {index: param.numel() for index, param in enumerate(params)}
+    (layout,) = flat_buckets(numels, slices, 10**6)
     group: Any = None
     return GradientBucket(params, layout, group, hook, torch.float32, **options)
 
@@ -137,7 +137,7 @@ def summed(dtype: torch.dtype) -> list[float]:
         (param,) = with_gradients(3)
         assert param.grad is not None
         param.grad.mul_(1 + registry.global_rank)
-        (layout,) = flat_buckets([0], [3], 1, 100)
+        (layout,) = flat_buckets({0: 3}, 1, 100)
         GradientBucket([param], layout, registry.group("data"), NoCompression(), dtype, 0.5).all_reduce()()
         found: list[float] = param.grad.tolist()
         return found

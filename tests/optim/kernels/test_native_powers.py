@@ -13,11 +13,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, some_values
+from kernel_formulas import reference_powers
 from loops import loops, using, variants_here, with_threads, with_variant
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import MEAN_OF, torchs_threads
-from meshstep.optim.norm.powers import local_powers, means_by_loops, powers_by_loops, reference_powers
+from meshstep.optim.norm.powers import local_powers, means_by_loops, powers_by_loops
 from properties import number_of_cases
 from torch import Tensor
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, kernels, why_no_triton
 from kernel_cases import DTYPES, some_values
-from meshstep.optim.norm.powers import local_powers, reference_powers
+from kernel_formulas import reference_powers
+from meshstep.optim.norm.powers import local_powers
 from properties import number_of_cases
 from torch import Tensor
 

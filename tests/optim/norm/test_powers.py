@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from kernel_formulas import reference_powers
 from meshstep.optim import global_norm
 from meshstep.optim.norm.measure import Reduction
-from meshstep.optim.norm.powers import _powers_at_once, flattened, local_powers, reference_powers
+from meshstep.optim.norm.powers import _powers_at_once, flattened, local_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""The formulas of meshstep's kernels in plain torch: updates, rounding noise and powers. Tests compare kernels with them."""
+"""Formulas of meshstep's kernels in plain torch: updates, rounding noise and powers. Tests compare kernels with them."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
         return summa(a, b, grid, inner)
     check_dtypes(a, b)
     scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
-    how = "summa", grid.registry, scales.axes
-    rounded = round_both(a, E4M3, b, cache_of(b), how, scales.registry, scales.axes)
+    rounded = round_both(a, E4M3, b, cache_of(b), "summa", scales.registry, scales.axes)
     x, w = (_Round.apply(each, rounded[which], scales, which) for which, each in enumerate((a, b)))
     result: Tensor = _Descale.apply(summa(x, w, grid, inner), scales)
     return result
@@ -119,8 +118,7 @@ class _Descale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scales: _Scales = ctx.scales
-        (amax,) = global_amax((grad,), scales.registry, scales.axes)
-        values, scales.grad = quantize(grad, E5M2, amax)
+        values, scales.grad = quantize(grad, E5M2, global_amax(grad, scales.registry, scales.axes))
         return values.to(grad.dtype), None
 
 
@@ -229,8 +227,9 @@ class Fp8(Precision):
         self._check_exclude(model, registry)
         matmuls = {}
         for name, module in model.named_modules():
-            matmul = None if self._leaves_out(name) else self._matmul_of(name, module, registry)
-            if matmul is not None:
+            if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+                continue
+            if (matmul := self._matmul_of(name, module, registry)) is not None:
                 matmuls[module] = matmul
         self._base._prepare(model, registry)
         for module, matmul in matmuls.items():
@@ -239,9 +238,6 @@ class Fp8(Precision):
             module.matmul = matmul
             cache_rounded(_weight(module))
         self._log_fallbacks(model, registry)
-
-    def _leaves_out(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def _check_exclude(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
         """Raise ValueError if a pattern of ``exclude`` matches no linear layer.

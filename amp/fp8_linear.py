@@ -72,13 +72,24 @@ class Fp8Matmul:
     backward_axes: tuple[str, ...] = ()
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not fits(weight):
-            return F.linear(input, weight, bias)
-        check_dtypes(input, weight)
-        rows = input.reshape(-1, input.size(-1))
-        output: Tensor = _Fp8Linear.apply(rows, weight, self, cache_of(weight))
-        output = output.reshape(*input.shape[:-1], weight.size(0))
-        return output if bias is None else output + bias.to(output.dtype)
+        return _linear(_Fp8Linear, self, input, weight, bias)
+
+
+def _linear(
+    function: type[torch.autograd.Function],
+    matmul: Fp8Matmul | Fp8RowMatmul,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return the 8-bit product that ``function`` computes, plus the bias; without rounding if the weight does not fit."""
+    if not fits(weight):
+        return F.linear(input, weight, bias)
+    check_dtypes(input, weight)
+    rows = input.reshape(-1, input.size(-1))
+    output: Tensor = function.apply(rows, weight, matmul, cache_of(weight))
+    output = output.reshape(*input.shape[:-1], weight.size(0))
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 class Fp8Linear(nn.Linear):
@@ -101,7 +112,7 @@ def fits(weight: Tensor) -> bool:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul, weight_cache: WeightCache | None) -> Tensor:
-        x, w = round_both(rows, E4M3, weight, weight_cache, matmul, matmul.registry, matmul.forward_axes)
+        x, w = round_both(rows, E4M3, weight, weight_cache, "tensor", matmul.registry, matmul.forward_axes)
         ctx.save_for_backward(*x, *w)
         ctx.matmul, ctx.dtype = matmul, rows.dtype
         return product(x, w, rows.dtype)
@@ -111,8 +122,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors
         x, w = Quantized(*saved[:2]), Quantized(*saved[2:])
-        (amax,) = global_amax((grad,), ctx.matmul.registry, ctx.matmul.backward_axes)
-        g = quantize(grad, E5M2, amax)
+        g = quantize(grad, E5M2, global_amax(grad, ctx.matmul.registry, ctx.matmul.backward_axes))
         grad_rows = product(g, w.t(), ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = product(g.t(), x.t(), torch.float32) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weight, None, None
@@ -219,13 +229,7 @@ class Fp8RowMatmul:
     batch_axes: tuple[str, ...] = ()
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not fits(weight):
-            return F.linear(input, weight, bias)
-        check_dtypes(input, weight)
-        rows = input.reshape(-1, input.size(-1))
-        output: Tensor = _Fp8RowLinear.apply(rows, weight, self, cache_of(weight))
-        output = output.reshape(*input.shape[:-1], weight.size(0))
-        return output if bias is None else output + bias.to(output.dtype)
+        return _linear(_Fp8RowLinear, self, input, weight, bias)
 
 
 class _Fp8RowLinear(torch.autograd.Function):
@@ -268,8 +272,7 @@ def _product(
     ``a`` is rounded to ``format`` and ``b`` to e4m3. ``axes`` shard the dim k. ``orientation`` is part of the key of ``b``
     in its cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if ``b`` is the weight's transpose.
     """
-    how = orientation, registry, axes
-    return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
+    return product(*round_both(a, format, b, b_cache, orientation, registry, axes, by_row=True), dtype)
 
 
 # 8-bit floating-point tensors with a scale ----------------------------------------------------------------------------
@@ -327,14 +330,12 @@ def check_dtypes(*tensors: Tensor) -> None:
         )
 
 
-def global_amax(
-    tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
-) -> tuple[Tensor, ...]:
-    """Return the largest absolute value of each full tensor, 0-dim float32, from this rank's shards of the tensors.
+def global_amax(x: Tensor, registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()) -> Tensor:
+    """Return the largest absolute value of a full tensor, 0-dim float32, from this rank's shard ``x``.
 
-    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank.
+    Collectives: one all-reduce (MAX) of one number over ``axes``; none over a single rank.
     """
-    return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
+    return max_over_ranks([amax_of(x)], registry, axes)[0]
 
 
 def max_over_ranks(
@@ -385,26 +386,26 @@ class RoundedWeight(NamedTuple):
 
 
 class WeightCache:
-    """Cached 8-bit values of one weight in its current version. The key ``how`` identifies the kind of rounding."""
+    """Cached 8-bit values of one weight in its current version. The key identifies the kind of rounding."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self._identity = _identity(weight)
 
-    def get(self, how: Hashable) -> RoundedWeight | None:
-        """Return the entry that `put` stored under ``how``; None if there is no entry or it is no longer valid."""
-        identity, rounded = CACHE[self._weight].get(how, (None, None))
+    def get(self, key: Hashable) -> RoundedWeight | None:
+        """Return the entry that `put` stored under ``key``; None if there is no entry or it is no longer valid."""
+        identity, rounded = CACHE[self._weight].get(key, (None, None))
         return rounded if identity == self._identity else None
 
-    def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry under ``how``, until `forget_rounded` is called."""
-        CACHE[self._weight][how] = self._identity, rounded
+    def put(self, key: Hashable, rounded: RoundedWeight) -> None:
+        """Store an entry under ``key``, until `forget_rounded` is called."""
+        CACHE[self._weight][key] = self._identity, rounded
 
 
 CACHE: Any = WeakTensorKeyDictionary()
-"""The cache of 8-bit weights: ``CACHE[weight][how]`` is a pair of the weight's `_identity` and a `RoundedWeight`.
+"""The cache of 8-bit weights: ``CACHE[weight][key]`` is a pair of the weight's `_identity` and a `RoundedWeight`.
 
-A weight is a key if `cache_rounded` has registered it. ``how`` is the kind of rounding.
+A weight is in the cache if `cache_rounded` has registered it.
 """
 _hook_registered = False
 
@@ -440,25 +441,26 @@ def round_both(
     format: torch.dtype,
     weight: Tensor,
     weight_cache: WeightCache | None,
-    how: Hashable,
+    kind: str,
     registry: ProcessGroupRegistry | None,
     axes: tuple[str, ...],
     by_row: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3: the two operands of a product in 8 bits.
 
-    If ``weight_cache`` has a valid entry for ``how``, the rounded weight is taken from it. Otherwise the weight is rounded,
-    and stored in the cache. ``weight`` may also be another second operand, such as the transposed weight or input. With
-    ``by_row``, every row has its own scale; otherwise each tensor has one.
+    If ``weight_cache`` has a valid entry for ``kind``, ``registry`` and ``axes``, the rounded weight is taken from it.
+    Otherwise the weight is rounded, and stored in the cache. ``weight`` may also be another second operand, such as the
+    transposed weight or input. With ``by_row``, every row has its own scale; otherwise each tensor has one.
 
     Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank.
     """
-    cached = None if weight_cache is None else weight_cache.get(how)
+    key = kind, registry, axes
+    cached = None if weight_cache is None else weight_cache.get(key)
     maxima = [amax_of(x, by_row), amax_of(weight, by_row) if cached is None else cached.amax]
     amax_x, amax_weight = max_over_ranks(maxima, registry, axes)
     rounded = quantize(weight, E4M3, amax_weight) if cached is None else cached.quantized
     if weight_cache is not None and cached is None:
-        weight_cache.put(how, RoundedWeight(amax_weight, rounded))
+        weight_cache.put(key, RoundedWeight(amax_weight, rounded))
     return quantize(x, format, amax_x), rounded
 
 

@@ -34,6 +34,28 @@ def split_runs(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iter
         yield run
 
 
+def split_groups(
+    groups: Iterable[Sequence[Tensor]], is_split: Callable[[Tensor], bool], most: int, *, by_device: bool = False
+) -> list[Bucket]:
+    """Return the buckets of the tensors in ``groups``, which has the tensors of each param group; at least one bucket.
+
+    A bucket has tensors for which ``is_split`` returns True, of up to ``most`` elements together, or one larger tensor. The
+    first bucket also has all other tensors. With ``by_device``, the split tensors of a bucket are on one device.
+    """
+    groups = [*groups]
+    buckets: list[Bucket] = [[[tensor for tensor in group if not is_split(tensor)] for group in groups]]
+    numel, device = 0, None
+    for index, group in enumerate(groups):
+        for tensor in filter(is_split, group):
+            # The devices are compared even if `numel` is 0, because the bucket may hold only empty tensors.
+            if (numel and numel + tensor.numel() > most) or (by_device and device not in (None, tensor.device)):
+                buckets.append([[] for _ in groups])
+                numel = 0
+            buckets[-1][index].append(tensor)
+            numel, device = numel + tensor.numel(), tensor.device
+    return buckets
+
+
 def step_by_bucket(
     optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], step: Callable[[Bucket], object]
 ) -> None:

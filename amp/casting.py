@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..parallel.interop.local_parameters import has_dtensors
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -61,13 +64,12 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
             f"{changes[0][1]}; call prepare() of the mode, or boost(), before you wrap the model"
         )
     for tensor, dtype in changes:
-        if not has_dtensors((tensor,)):
-            continue
-        raise ValueError(
-            f"the model has {tensor.dtype} DTensors (fully_shard or parallelize_module was applied), which can't "
-            f"be cast in place, but the precision mode needs {dtype}; call prepare() of the mode, or boost(), before you "
-            "shard the model"
-        )
+        if has_dtensors((tensor,)):
+            raise ValueError(
+                f"the model has {tensor.dtype} DTensors (fully_shard or parallelize_module was applied), which can't be "
+                f"cast in place, but the precision mode needs {dtype}; call prepare() of the mode, or boost(), before you "
+                "shard the model"
+            )
     for tensor, dtype in changes:
         # torch rejects a gradient whose dtype differs from the tensor's dtype, and .data does not cast the gradient.
         grad, tensor.grad = tensor.grad, None
@@ -209,8 +211,16 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
     return bool(((tensor == cast) | (tensor.isnan() & cast.isnan())).all())
 
 
-def float32_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return float32 copies of the tensors. The copy of a dense tensor has the strides of that tensor."""
-    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    copy_each_(copies, tensors)
+def float32_of(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Return float32 copies of the tensors by the same keys. The copy of a dense tensor has the strides of that tensor."""
+    copies = {key: torch.empty_like(tensor, dtype=torch.float32) for key, tensor in tensors.items()}
+    copy_each_([*copies.values()], [*tensors.values()])
     return copies
+
+
+def flat_offsets(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the offset of each tensor in a flat buffer of all tensors, followed by the length of the buffer, in elements.
+
+    All numbers are multiples of 64, because kernels are faster at aligned addresses.
+    """
+    return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))

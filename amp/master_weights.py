@@ -168,19 +168,20 @@ class MasterWeights:
                     "zero_grad() of the torch optimizer clears only the gradients of master weights; call "
                     "zero_grad() of the ParallelOptimizer or MasterWeights instead"
                 )
-        grads = [param.grad for param, _ in self.pairs]
         cast: dict[int, Tensor] = {}
         if self.cast and not self.main_grads:
-            halves = {
-                index: grad
-                for index, grad in enumerate(grads)
-                if grad is not None and is_half(grad) and grad.layout is torch.strided
-            }
-            cast = dict(zip(halves, float32_of([*halves.values()]), strict=True))
-        for index, ((_, master), grad) in enumerate(zip(self.pairs, grads, strict=True)):
+            cast = float32_of(
+                {
+                    id(param): grad
+                    for param, _ in self.pairs
+                    if (grad := param.grad) is not None and is_half(grad) and grad.layout is torch.strided
+                }
+            )
+        for param, master in self.pairs:
+            grad = param.grad
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-                value = cast.get(index, grad)
+                value = cast.get(id(param), grad)
                 master.grad = value.float() if self.cast else value
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # keeps a gradient that was assigned to the master directly

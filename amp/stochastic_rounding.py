@@ -10,9 +10,8 @@ Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import accumulate
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.layout.spec import P
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.value_checks import check_count, fields, wrong
-from .by_bucket import Bucket, split_runs, step_by_bucket
-from .casting import copy_each_, float32_of
+from .by_bucket import Bucket, split_groups, split_runs, step_by_bucket
+from .casting import copy_each_, flat_offsets, float32_of
 from .master_weights import is_half_kept, load_shared_numbers_exactly
 
 # Stochastic rounding of tensors ---------------------------------------------------------------------------------------
@@ -61,15 +60,8 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
             f"the source is {source.dtype} of shape {tuple(source.shape)}, the target {target.dtype} of shape "
             f"{tuple(target.shape)}; give a float32 source and a bfloat16 target of equal shape"
         )
-    noise = _draw_noise([source], 1, iter([generator]))[0]
-    _round_each_([target], [source], noise)
+    _round_each_([(target, source)], _draw_noise([source], 1, [generator])[0])
     return target
-
-
-def seed_of(seed: int, steps: int, key: str) -> int:
-    """Return the seed of a parameter's rounding noise in one step; equal arguments give equal seeds on every rank."""
-    digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class Noise(NamedTuple):
@@ -85,7 +77,8 @@ class Noise(NamedTuple):
     @property
     def generator_seed(self) -> int:
         """Return the seed of the random generator that draws the noise of this step."""
-        return seed_of(*self)
+        digest = blake2b(f"{self.seed} {self.steps} {self.name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
 
     @property
     def key(self) -> int:
@@ -138,48 +131,41 @@ def round_all_(everything: Iterable[Drawn], numel_at_once: int, kernel: Rounding
         for run in split_runs(group, lambda drawn: drawn.pairs[0][0].numel(), most):
             noise = _draw_noise([drawn.pairs[0][1] for drawn in run], rounds, map(seeded, run))
             for index, round_noise in enumerate(noise):
-                targets, sources = zip(*(drawn.pairs[index] for drawn in run), strict=True)
-                _round_each_(targets, [source.float() for source in sources], round_noise)
+                _round_each_([drawn.pairs[index] for drawn in run], round_noise)
 
 
-def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the offset of each tensor in a flat buffer of all tensors, followed by the length of the buffer, in elements.
-
-    All numbers are multiples of 64, because kernels are faster with aligned tensors.
-    """
-    return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
-
-
-def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
+def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterable[torch.Generator | None]) -> Tensor:
     """Return int16 noise [rounds, elements of the flat buffer], uniform in [-2^15, 2^15).
 
-    `_flat_offsets` defines where the noise of each tensor is in the flat buffer. A tensor's generator yields the noise of
-    all its rounds, in order. The iterator ``generators`` is advanced right before each generator is used, so it may seed
-    and yield the same generator again and again.
+    `flat_offsets` defines where the noise of each tensor is in the flat buffer. A tensor's generator yields the noise of
+    all its rounds, in order. The next of the ``generators`` is taken right before it is used, so an iterator may seed and
+    yield the same generator again and again.
     """
-    starts = _flat_offsets(tensors)
-    noise = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
-    for start, tensor in zip(starts, tensors, strict=False):
+    *starts, length = flat_offsets(tensors)
+    noise = torch.empty(rounds, length // 4, dtype=torch.int64, device=tensors[0].device)
+    for start, tensor, generator in zip(starts, tensors, generators, strict=True):
         tensor_noise = noise[:, start // 4 : start // 4 + -(-tensor.numel() // 4)]
         # One int64 serves four elements, because the draws dominate the cost on a CPU.
-        tensor_noise.random_(-(2**63), None, generator=next(generators))
+        tensor_noise.random_(-(2**63), None, generator=generator)
     return noise.view(torch.int16)
 
 
-def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
-    """Round float32 sources into bfloat16 targets; ``noise`` is one row of the result of `_draw_noise` for ``sources``."""
-    offsets = _flat_offsets(sources)
-    spans = [(start, source.numel(), source.shape) for start, source in zip(offsets, sources, strict=False)]
+def _round_each_(pairs: Sequence[tuple[Tensor, Tensor]], noise: Tensor) -> None:
+    """Round the source of each pair into its bfloat16 target. ``noise`` is one row of the result of `_draw_noise`."""
+    sources = [source.float() for _, source in pairs]
     if len(sources) == 1:
         flat, noise = sources[0].reshape(-1), noise[: sources[0].numel()]
     else:
         flat = torch.empty(noise.numel(), dtype=torch.float32, device=noise.device)
-        copy_each_([flat[start : start + numel].view(shape) for start, numel, shape in spans], sources)
+        copy_each_(_parts_of(flat, sources), sources)
     bits = (_add_noise_by_mask if flat.is_cpu else _add_noise_to_default_nans)(flat, noise)
-    copy_each_(
-        [target.view(torch.int16) for target in targets],
-        [bits[start : start + numel].view(shape) for start, numel, shape in spans],
-    )
+    copy_each_([target.view(torch.int16) for target, _ in pairs], _parts_of(bits, sources))
+
+
+def _parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the part of a flat buffer that belongs to each tensor (see `flat_offsets`), with the shape of the tensor."""
+    starts = flat_offsets(tensors)[:-1]
+    return [flat[start : start + t.numel()].view(t.shape) for start, t in zip(starts, tensors, strict=True)]
 
 
 # A bfloat16 is the upper half of the bits of a float32. The lower half, divided by 2^16, is a fraction of a unit in the
@@ -287,7 +273,7 @@ class StochasticRounding:
         load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
-        """Return one string per bfloat16 parameter, from which `seed_of` computes the seed of the parameter's noise."""
+        """Return the ``name`` of each bfloat16 parameter's `Noise`."""
         keys: dict[Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -354,32 +340,20 @@ class StochasticRounding:
                 float32 copies of the bucket's parameters, with float32 gradients and states. In the first call, they also
                 contain the parameters of other dtypes. ``update`` is called at least once.
         """
-        buckets = self._buckets([group["params"] for group in self.optimizer.param_groups])
+        # bfloat16 parameters without a gradient are in no bucket.
+        stepped = (
+            [param for param in group["params"] if param not in self._keys or param.grad is not None]
+            for group in self.optimizer.param_groups
+        )
+        buckets = split_groups(stepped, self._keys.__contains__, self.bucket_numel)
         step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
-
-    def _buckets(self, group_params: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return for each bucket one list of parameters per param group.
-
-        The first bucket also has all parameters of other dtypes. bfloat16 parameters without a gradient are in no bucket.
-        """
-        buckets = [[[param for param in params if param not in self._keys] for params in group_params]]
-        numel = 0
-        for index, params in enumerate(group_params):
-            for param in params:
-                if param in self._keys and param.grad is not None:
-                    if numel and numel + param.numel() > self.bucket_numel:
-                        buckets.append([[] for _ in group_params])
-                        numel = 0
-                    buckets[-1][index].append(param)
-                    numel += param.numel()
-        return buckets
 
     def _step_bucket(self, bucket: Bucket, update: Callable[[], object]) -> None:
         halves = [param for params in bucket for param in params if param in self._keys]
         copies = self._make_float32_copies(halves)
-        for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
-            group["params"] = [copies.get(param, param) for param in params]
+        for group in self.optimizer.param_groups:
+            group["params"] = [copies.get(param, param) for param in group["params"]]
         self.copies = copies
         try:
             update()
@@ -397,22 +371,17 @@ class StochasticRounding:
         The states of a copy are float32 copies of the parameter's states. Numbers that all elements share are not cast.
         """
         copies: dict[Tensor, Tensor] = {
-            param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
+            param: nn.Parameter(copy) for param, copy in float32_of({param: param for param in params}).items()
         }
-        # The condition holds for all parameters of a bucket (`_buckets`); it is for the type checker.
-        gradients = float32_of([param.grad for param in params if param.grad is not None])
-        for (param, copy), gradient in zip(copies.items(), gradients, strict=True):
+        # The condition holds for all parameters of a bucket; it is for the type checker.
+        gradients = float32_of({param: param.grad for param in params if param.grad is not None})
+        for param, copy in copies.items():
             copy_annotation(param, copy)
-            copy.grad = gradient
-        states = [
-            (param, copy, key, value)
-            for param, copy in copies.items()
-            for key, value in self.optimizer.state.get(param, {}).items()
-        ]
-        halves = iter(float32_of([value for param, _, key, value in states if is_half_kept(key, value, param)]))
-        for param, copy, key, value in states:
-            copied = next(halves) if is_half_kept(key, value, param) else value
-            self.optimizer.state.setdefault(copy, {})[key] = copied
+            copy.grad = gradients[param]
+        states = {(param, key): value for param in params for key, value in self.optimizer.state.get(param, {}).items()}
+        cast = float32_of({(p, key): value for (p, key), value in states.items() if is_half_kept(key, value, p)})
+        for (param, key), value in (states | cast).items():
+            self.optimizer.state.setdefault(copies[param], {})[key] = value
         return copies
 
     def _round_back(self, copies: Mapping[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...amp.by_bucket import Bucket, step_by_bucket
+from ...amp.by_bucket import Bucket, split_groups, step_by_bucket
 from ...amp.casting import float32_of
 from ...amp.master_weights import is_half_kept
 from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, Noise, round_all_
@@ -120,7 +120,8 @@ class HalfStatesTransform(ParamTransform):
             update(request)
             self._round(chain.from_iterable(bucket))
 
-        step_by_bucket(self.optimizer, _buckets([group["params"] for group in self.optimizer.param_groups]), step_one)
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        step_by_bucket(self.optimizer, split_groups(groups, lambda _: True, BUCKET_NUMEL), step_one)
         self.steps += 1
 
     @torch.no_grad()
@@ -135,9 +136,9 @@ class HalfStatesTransform(ParamTransform):
                 yield param, state, keys
 
     def _lend(self, params: Iterable[Tensor]) -> None:
-        places = [(state, key) for _, state, keys in self._kept(params) for key in keys]
-        for (state, key), value in zip(places, float32_of([state[key] for state, key in places]), strict=True):
-            state[key] = value
+        kept = {(param, key): state[key] for param, state, keys in self._kept(params) for key in keys}
+        for (param, key), value in float32_of(kept).items():
+            self.optimizer.state[param][key] = value
 
     def _round(self, params: Iterable[Tensor]) -> None:
         everything = []
@@ -160,16 +161,3 @@ class HalfStatesTransform(ParamTransform):
         """Restore the number of steps, which seeds the rounding. `write_back` rounds the loaded states afterwards."""
         self.check_state(state)
         self.steps = state.get("half_states", {"steps": self.steps})["steps"]
-
-
-def _buckets(whole: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield buckets of up to `BUCKET_NUMEL` elements, or of one larger parameter; at least one bucket, even if empty."""
-    bucket: list[list[Tensor]] = [[] for _ in whole]
-    numel = 0
-    for index, param in ((index, param) for index, params in enumerate(whole) for param in params):
-        if numel and numel + param.numel() > BUCKET_NUMEL:
-            yield bucket
-            bucket, numel = [[] for _ in whole], 0
-        bucket[index].append(param)
-        numel += param.numel()
-    yield bucket

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from ...amp.by_bucket import Bucket, step_by_bucket
-from ...amp.casting import copy_each_, is_half
+from ...amp.by_bucket import Bucket, split_groups, step_by_bucket
+from ...amp.casting import copy_each_, flat_offsets, is_half
 from ...amp.master_weights import is_half_kept, join_master, split_master
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
@@ -112,29 +111,15 @@ class SplitWeights:
 
         Weights and remainders are updated. A skipped update changes nothing, because splitting a joined master restores
         the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket's split weights. A
-        bucket has split weights of up to `BUCKET_NUMEL` elements together, or one larger split weight.
+        bucket has split weights of up to `BUCKET_NUMEL` elements together, or one larger split weight, on one device. The
+        first bucket also has all other tensors. Split weights without a gradient are in no bucket.
         """
-        buckets = self._buckets([group["params"] for group in optimizer.param_groups])
+        stepped = (
+            [param for param in group["params"] if param not in self.remainders or param.grad is not None]
+            for group in optimizer.param_groups
+        )
+        buckets = split_groups(stepped, self.remainders.__contains__, BUCKET_NUMEL, by_device=True)
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
-
-    def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return the buckets of the tensors in ``whole`` (one list per param group), at least one bucket.
-
-        Each bucket has split weights of one device. The first bucket also has all tensors that are not split weights.
-        Split weights without a gradient are in no bucket.
-        """
-        buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
-        numel, device = 0, None
-        for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):
-            if weight in self.remainders and weight.grad is not None:
-                is_full = numel > 0 and numel + weight.numel() > BUCKET_NUMEL
-                # The devices are compared even if `numel` is 0, because the bucket may hold only empty weights.
-                if is_full or device not in (None, weight.device):
-                    buckets.append([[] for _ in whole])
-                    numel = 0
-                buckets[-1][index].append(weight)
-                numel, device = numel + weight.numel(), weight.device
-        return buckets
 
     def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:
         weights = [param for params in bucket for param in params if param in self.remainders]
@@ -164,7 +149,7 @@ class SplitWeights:
             return flat, [nn.Parameter(flat)]
         flats = []
         for tensors in ([weight.detach() for weight in weights], remainders):
-            flats.append(torch.empty(_starts(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device))
+            flats.append(torch.empty(flat_offsets(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device))
             copy_each_(_views(flats[-1], weights), tensors)
         flat = join_master(*flats)
         return flat, [nn.Parameter(view) for view in _views(flat, weights)]
@@ -177,14 +162,6 @@ class SplitWeights:
             copy_each_(tensors, [flat] if len(weights) == 1 else _views(flat, weights))
 
 
-def _starts(weights: Sequence[Tensor]) -> list[int]:
-    """Return the offset of each weight in a flat buffer, in elements; the last item is the buffer's length.
-
-    All items are multiples of 64, because kernels are faster at aligned addresses.
-    """
-    return list(accumulate((-(-weight.numel() // 64) * 64 for weight in weights), initial=0))
-
-
 def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return one view of ``flat`` per weight: with the weight's strides if the weight is dense, else contiguous.
 
@@ -194,7 +171,7 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride(), start)
         if is_non_overlapping_and_dense(weight)
         else flat[start : start + weight.numel()].view(weight.shape)
-        for start, weight in zip(_starts(weights), weights, strict=False)
+        for start, weight in zip(flat_offsets(weights)[:-1], weights, strict=True)
     ]
 
 

@@ -29,11 +29,10 @@ def test_tensor_copies_equal_their_cast_sources_in_several_memory_formats(
     targets = [torch.full_like(filled(tuple(s.shape), last=last[1]), -1.0, dtype=to) for s in sources]
     copy_each_(targets, sources)
     assert all(map(torch.equal, targets, [source.to(to) for source in sources]))
-    copies = float32_of(targets)
-    assert all(
-        copy.dtype == torch.float32 and copy.stride() == t.stride() for copy, t in zip(copies, targets, strict=True)
-    )
-    assert all(map(torch.equal, copies, [target.float() for target in targets]))
+    for index, copy in float32_of(dict(enumerate(targets))).items():
+        assert copy.dtype == torch.float32
+        assert copy.stride() == targets[index].stride()
+        assert torch.equal(copy, targets[index].float())
 
 
 needs_cuda_build = pytest.mark.skipif(

@@ -90,6 +90,20 @@ class _Declared(NamedTuple):
     groups: frozenset[int]  # the indices of param groups with parameters
 
 
+class AgreedSetup(NamedTuple):
+    """The result of `Setup.agreed_plan`.
+
+    Attributes:
+        plan: The reduction plan of the gradient norm.
+        thresholds: The ``max_norm`` of the param groups.
+        agreement: Compares settings between ranks in each step. None: there is one rank.
+    """
+
+    plan: ReductionPlan
+    thresholds: AgreedThresholds
+    agreement: StepAgreement | None
+
+
 @dataclass(frozen=True)
 class Setup:
     """The arguments of one `ParallelOptimizer`, with methods that check them and create the objects that a step uses.
@@ -135,44 +149,13 @@ class Setup:
         pairs = (pair for group in groups for pair in group if id(pair[1]) in left_out)
         return kept, [(name or f"a parameter of shape {tuple(param.shape)}", param) for name, param in pairs]
 
-    def agreed_plan(
-        self, groups: NamedGroups, left_out: Iterable[str]
-    ) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
-        """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
+    def agreed_plan(self, groups: NamedGroups, left_out: Iterable[str]) -> AgreedSetup:
+        """Check the arguments and parameters of all ranks. Errors are raised on every rank.
 
-        Also return the ``max_norm`` of the param groups, and the object that compares settings between ranks in each
-        step (None: there is one rank). Errors are raised on every rank.
         Collectives: an object all-gather, and a second one if ranks have different declarations or uneven shards.
         """
         topology = self.registry.topology
-
-        def declare() -> tuple[ReductionPlan, _Declared]:
-            self._check_arguments()
-            check_not_meta(groups)
-            if self.device_of(groups).type == "cuda" and Offloaded(1.0) not in self.placements:
-                check_steps_on_gpu(self.optimizer)
-            check_split(self.context(precision_of(self.precision)), [pair for group in groups for pair in group])
-            if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
-                check_named(pair for group in groups for pair in group)
-            named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            entries = entries_of(named, topology, compared=bool(self.check_replicas))
-            params = [param for group in groups for _, param in group]
-            plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
-            plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
-            check_whole(self.optimizer, plan.entries, topology)
-            if switch := switch_of(modules_in(self.data_parallel)):
-                switch.check_groups(self.registry)
-                switch.check_layouts(plan.entries, topology)
-                if self.average_data:
-                    switch.check_members(plan.entries, params, topology)
-            if self.sum_order == "fixed":
-                check_fixed_order(plan.entries, params, topology)
-            thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
-            dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
-            filled = frozenset(index for index, group in enumerate(groups) if group)
-            return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
-
-        plan, by_rank = on_all_ranks_with(declare, self.registry)
+        plan, by_rank = on_all_ranks_with(lambda: self._declare(groups), self.registry)
         check_all_say_the_same([declared.settings for declared in by_rank])
         self._check_prepared(set().union(*(declared.dtypes for declared in by_rank)))
         plan = agree(plan, [declared.summary for declared in by_rank], self.registry)
@@ -182,11 +165,40 @@ class Setup:
             count_as_copies(param for group in groups for _, param in group)
         thresholds = agreed_thresholds([declared.thresholds for declared in by_rank])
         if topology.world_size == 1:
-            return plan, thresholds, None
+            return AgreedSetup(plan, thresholds, None)
         filled = [declared.groups for declared in by_rank]
         rule, all_groups = clip_of(self.max_norm), thresholds.everywhere
         agreement = StepAgreement(plan, self.registry, self.optimizer, filled, rule, all_groups, [*left_out])
-        return plan, thresholds, agreement
+        return AgreedSetup(plan, thresholds, agreement)
+
+    def _declare(self, groups: NamedGroups) -> tuple[ReductionPlan, _Declared]:
+        """Check this rank's arguments and parameters. Return its reduction plan, and what all ranks compare."""
+        self._check_arguments()
+        check_not_meta(groups)
+        if self.device_of(groups).type == "cuda" and Offloaded(1.0) not in self.placements:
+            check_steps_on_gpu(self.optimizer)
+        precision, topology = precision_of(self.precision), self.registry.topology
+        named_params = [pair for group in groups for pair in group]
+        params = [param for _, param in named_params]
+        check_split(self.context(precision), named_params)
+        if precision.stochastic_rounding and topology.world_size > 1:
+            check_named(named_params)
+        named = [[param if name is None else (name, param) for name, param in group] for group in groups]
+        entries = entries_of(named, topology, compared=bool(self.check_replicas))
+        plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
+        plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
+        check_whole(self.optimizer, plan.entries, topology)
+        if switch := switch_of(modules_in(self.data_parallel)):
+            switch.check_groups(self.registry)
+            switch.check_layouts(plan.entries, topology)
+            if self.average_data:
+                switch.check_members(plan.entries, params, topology)
+        if self.sum_order == "fixed":
+            check_fixed_order(plan.entries, params, topology)
+        thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
+        dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
+        filled = frozenset(index for index, group in enumerate(groups) if group)
+        return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
         """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one."""
@@ -813,12 +825,12 @@ def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, calle
 
     If ``options`` has a value other than the default for such a field, return a TypeError and change nothing.
     """
-    given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}
-    given = {key: value for key, value in given.items() if not _is_same(value, defaults[key])}
+    given = {key: value for key, value in vars(record).items() if not _is_same(value, defaults[key])}
     new = {_NEW_NAMES.get(key, key): value for key, value in given.items()}
     old_text = f"{name}={type(record).__name__}({_text_of(given)})"
-    for key, old_key in zip(new, given, strict=True):
+    for old_key in given:
+        key = _NEW_NAMES.get(old_key, old_key)
         if key in options and not _is_same(options[key], defaults[old_key]):
             return TypeError(
                 f"{key} is given twice, as {_text_of({key: options[key]})} and in {old_text}: leave {old_key} out of "

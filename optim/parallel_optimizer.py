@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, overload
+from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..parallel.mesh.call_tracker import calling_module, public_call, public_con
 from ..parallel.mesh.deprecation import renamed_arguments, renamed_members
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import (
+    AgreedSetup,
     AllOptions,
     Setup,
     Stats_co,
@@ -597,7 +598,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if not window.ends(final, self._may_step_after_failed_backward):
                 if window.is_unused:
                     check_window_is_used(window, self._model_params, self.registry)
-                return None  # type: ignore[return-value]
+                return cast("Stats_co", None)
             problem = None
             with self._failures_counted():
                 if window.pending_clip is not None and window.decision is None:
@@ -617,7 +618,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 raise self._ended(reason) from problem
             if problem is not None:
                 raise problem
-            return decision.stats  # type: ignore[return-value]
+            return cast("Stats_co", decision.stats)
 
     def _update(self, decision: StepDecision) -> None:
         """Run the update. With several ranks, an error in a step that all ranks skip is raised at the end of the step."""
@@ -758,7 +759,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises: As `step`, for errors of gradients and of their measurement.
         Collectives: those by which a step reduces and measures gradients. Host synchronization: as in a step.
         """
-        return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
+        return self._clip_or_ask("clip_grads", self.clip)
 
     @public_call
     @torch.no_grad()
@@ -779,7 +780,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             ValueError, TypeError: An argument is out of range or has a wrong type. Nothing is changed.
         Collectives: those by which a step reduces and measures gradients. Host synchronization: as in a step.
         """
-        return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
+        return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))
 
     @public_call
     @torch.no_grad()
@@ -793,9 +794,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             clip_value: The bound of an element of a gradient without the loss scale; finite, > 0.
         Returns, raises, collectives, host synchronization: as in `clip_grad_by_norm`.
         """
-        return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
+        return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))
 
-    def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
+    def _clip_or_ask(self, call: str, clip: Clip | None) -> Stats_co:
         """Clip by ``clip`` and return the `GradStats` if the window is full. Otherwise return None; `step` clips later.
 
         An error about this rank's gradients alone is raised after clipping; the other ranks get a non-finite norm.
@@ -808,13 +809,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._setup.check_sum_order_of(clip)
         if not window.is_full:
             window.pending_clip = clip
-            return None
+            return cast("Stats_co", None)
         window.scale = self._scale
         with self._failures_counted():
             decision, problem = self._clip_now(clip)
         if problem := window.take_error() or problem:
             raise problem
-        return decision.stats
+        return cast("Stats_co", decision.stats)
 
     def _clip_now(self, clip: Clip | None) -> tuple[StepDecision, Exception | None]:
         """Reduce, measure, unscale and clip the gradients in place. Collectives: those of a step.
@@ -911,7 +912,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
         finally:
             del self.param_groups[before:]
-        self._states.add_param_group(group, groups, agreed[0])
+        self._states.add_param_group(group, groups, agreed.plan)
         self._given.append(added)
         self._bind_again(groups, left_out, agreed)
 
@@ -943,7 +944,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         on_all_ranks(self._check_refresh, self.registry)
         groups, left_out = self._setup.with_spec(self._given)
         agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
-        self._states.refresh(groups, agreed[0])
+        self._states.refresh(groups, agreed.plan)
         self._bind_again(groups, left_out, agreed)
 
     def _check_refresh(self) -> None:
@@ -967,10 +968,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 )
 
     def _bind_again(
-        self,
-        groups: list[list[tuple[str | None, Tensor]]],
-        left_out: list[tuple[str, Tensor]],
-        agreed: tuple[ReductionPlan, AgreedThresholds, StepAgreement | None],
+        self, groups: list[list[tuple[str | None, Tensor]]], left_out: list[tuple[str, Tensor]], agreed: AgreedSetup
     ) -> None:
         plan, thresholds, self._agreement = agreed
         self._groups, self._states.left_out = groups, left_out
@@ -1061,8 +1059,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Collectives: none.
         """
         clip = self.clip
-        plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
-        return clip.max_norm if plain else clip  # type: ignore[union-attr]
+        if isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm):
+            return clip.max_norm
+        return clip
 
     @max_norm.setter
     def max_norm(self, value: ClipSpec) -> None:

@@ -25,7 +25,8 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, signature
-from typing import Any, SupportsIndex
+from types import MethodType
+from typing import Any, SupportsIndex, cast
 from weakref import WeakMethod, finalize
 
 import torch
@@ -41,8 +42,7 @@ from .parallel_optimizer import ParallelOptimizer
 
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
     """Register a bound method as a step hook that does not keep the method's object alive."""
-    owner: Any = method.__self__  # type: ignore[attr-defined]
-    finalize(owner, register(weakly(method)).remove).atexit = False
+    finalize(cast(MethodType, method).__self__, register(weakly(method)).remove).atexit = False
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -345,7 +345,9 @@ class WarmupLR(LRScheduler):
         Raises:
             ValueError: A param group was added, and a base rate is below the floor.
         """
-        self._see_new_groups()
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            _checked_floor(self.floor, self.optimizer)
+            self.base_lrs.append(_copied(group.setdefault("initial_lr", _copied(group["lr"]))))
         return self._rates_after(self.last_epoch)
 
     def _rates_after(self, step: int) -> list[float | Tensor]:
@@ -372,11 +374,6 @@ class WarmupLR(LRScheduler):
             super().step(epoch)
         else:
             self._hold.step()
-
-    def _see_new_groups(self) -> None:
-        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
-            _checked_floor(self.floor, self.optimizer)
-            self.base_lrs.append(_copied(group.setdefault("initial_lr", _copied(group["lr"]))))
 
     def _update_lr(self, epoch: int | None = None) -> None:
         if epoch is not None and self._hold is not None:
@@ -409,11 +406,10 @@ class WarmupLR(LRScheduler):
 
     def _take_back(self) -> None:
         self.last_epoch -= 1
-        self._write_rates()
+        self._write_rates(self.get_lr())
 
-    def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
+    def _write_rates(self, rates: Sequence[float | Tensor]) -> None:
         """Write learning rates to the param groups."""
-        rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # in place, because a CUDA graph reads this tensor
@@ -473,11 +469,12 @@ class WarmupLR(LRScheduler):
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
         self._step_count = state_dict["_step_count"]
         if self.last_epoch >= 0:  # else this schedule is in a `SequentialLR` that had not started it
-            same_formula = state_dict.get("formula") == self.get_lr()
+            rates = self.get_lr()
             # Saved rates that differ from this schedule's formula were set by another schedule of a `SequentialLR`, and
             # are kept. Exception: the initial rates, because the constructor of any schedule writes initial rates.
-            others = same_formula and state_dict["rates"] != self._rates_after(0)
-            self._write_rates(state_dict["rates"] if others else None)
+            if state_dict.get("formula") == rates and state_dict["rates"] != self._rates_after(0):
+                rates = state_dict["rates"]
+            self._write_rates(rates)
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 
@@ -195,10 +195,8 @@ def _loaded() -> Triton:
 
 
 def _checked(kernels: str, name: str) -> Kernels:
-    if kernels == "auto":
-        return "auto"
-    if kernels == "torch":
-        return "torch"
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"{name}={kernels!r}: give 'auto', 'torch' or 'triton'")
     if kernels == "triton":
         try:
             _loaded()
@@ -207,5 +205,4 @@ def _checked(kernels: str, name: str) -> Kernels:
                 f"{name}='triton' needs the package triton, which can't be imported ({error}); install it (pip install "
                 "triton; torch's CUDA builds for Linux include it), or give 'auto' or 'torch'"
             ) from error
-        return "triton"
-    raise ValueError(f"{name}={kernels!r}: give 'auto', 'torch' or 'triton'")
+    return cast(Kernels, kernels)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
+TensorGuards: Any
 try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # the class is private: another torch version may not have it
-    TensorGuards = None  # type: ignore[assignment, misc]
+    from torch._C._dynamo import guards
+
+    TensorGuards = guards.TensorGuards
+except (ImportError, AttributeError):  # the class is private: another torch version may not have it
+    TensorGuards = None
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Tensor classes whose memory contains the values, unless a tensor is lazy (`is_lazy`). Subclasses may store other data."""
@@ -31,9 +34,8 @@ class Signature:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._count, self._guards, self._described = len(tensors), _guards_of(tensors), list[tuple[object, ...]]()
-        if self._guards is None:
-            self._described = list(map(_describe, tensors))
+        self._count, self._guards = len(tensors), _guards_of(tensors)
+        self._described = list(map(_describe, tensors)) if self._guards is None else []
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Return True if ``tensors`` have this signature, in the same order; False if an item is None."""

@@ -15,7 +15,7 @@ from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
-from ..norm.global_norm import Named, UnitDim, Units, check_glob
+from ..norm.global_norm import Named, UnitDim, check_glob, units_of
 from ..norm.measure import Norms, checked_norm_type, clip_coefficient
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
@@ -395,7 +395,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
         return plan
     plan = plan if plan.parameter_names else with_names(plan, registry)
     if clip.level == "units":
-        Units.of(plan, (), clip.unit_dim)
+        units_of(plan, clip.unit_dim)
     clip.check_names(plan.parameter_names)
     return plan
 

@@ -158,14 +158,14 @@ class ExactNorm(GlobalNorm):
     def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
         """Add the summands of one batch, [chunks, 3], to the rows of their param groups and logical parameters."""
         entries = self.plan.entries
-        targets = [[entries[i].group for i, _ in members]]
+        targets = [[(entries[i].group, count) for i, count in members]]
         if self.per_parameter:
-            targets.append([self.plan.num_groups + self.plan.parameter_slots[i] for i, _ in members])
-        for target in targets:
-            if len({*target}) == 1:
-                slots[target[0]] += summands.sum(0)
+            first, slot_of = self.plan.num_groups, self.plan.parameter_slots
+            targets.append([(first + slot_of[i], count) for i, count in members])
+        for chunks in targets:
+            if len({slot for slot, _ in chunks}) == 1:
+                slots[chunks[0][0]] += summands.sum(0)
                 continue
-            chunks = [(slot, count) for slot, (_, count) in zip(target, members, strict=True)]
             places = self._constants(("chunks", *chunks), partial(_repeated, chunks), torch.int64, slots.device)
             slots.index_add_(0, places, summands)  # exact, so the order in which a GPU adds does not matter
 

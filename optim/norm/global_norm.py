@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import accumulate
 from math import inf
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -171,7 +170,12 @@ class GlobalNorm:
             return powers
         weights = self._all_replica_weights if len(present) == len(self.plan.replica_weights) else None
         if weights is None or weights.device != powers.device:
-            weights = self._constant("replica_weights", present, powers)
+            weights = self._constants(
+                ("replica_weights", *present),
+                lambda: [self.plan.replica_weights[i] for i in present],
+                powers.dtype,
+                powers.device,
+            )
             if len(present) == len(self.plan.replica_weights):
                 self._all_replica_weights = weights
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
@@ -255,15 +259,8 @@ class GlobalNorm:
         if slots == list(range(count)):
             return powers
         found = powers.new_zeros(count)
-        found[self._constant("parameter_slots", present, powers)] = powers
+        found[self._constants(("parameter_slots", *present), lambda: slots, torch.int64, powers.device)] = powers
         return found
-
-    def _constant(
-        self, kind: Literal["replica_weights", "parameter_slots"], present: list[int], like: Tensor
-    ) -> Tensor:
-        of_entries = getattr(self.plan, kind)
-        dtype = like.dtype if kind == "replica_weights" else torch.int64
-        return self._constants((kind, *present), lambda: [of_entries[i] for i in present], dtype, like.device)
 
     # Collectives, on the process group's device, which may differ from the gradients' device -----------------------------
 
@@ -396,43 +393,48 @@ The first glob that matches a parameter's name gives its dim; without a match it
 """
 
 
+class ParameterUnits(NamedTuple):
+    """The units of a logical parameter: slices along ``dim``, or the full tensor if ``dim`` is None.
+
+    ``first`` is the index of the parameter's first unit among all units.
+    """
+
+    dim: int | None
+    first: int
+
+
+def units_of(plan: ReductionPlan, unit_dim: UnitDim) -> tuple[list[ParameterUnits], int]:
+    """Return the units of each logical parameter of a plan that has parameter names, and the number of all units.
+
+    A parameter with fewer than two dims is one unit. Raise ValueError if the full shape of a parameter is unknown, or if
+    a parameter with two or more dims lacks the given dim.
+    """
+    found, first = list[ParameterUnits](), 0
+    for name, shape in zip(plan.parameter_names, plan.parameter_shapes, strict=True):
+        dim, count = _dim_and_count(name, shape, unit_dim)
+        found.append(ParameterUnits(dim, first))
+        first += count
+    return found, first
+
+
 @dataclass(frozen=True)
 class Units:
     """The units (slices along a dim, such as rows) of a plan's logical parameters, and this rank's parts of them.
 
-    Per logical parameter, ``dims`` has the dim along which it is divided into units (None: it is one unit, because it
-    has fewer than two dims), and ``starts`` the index of its first unit; the last element of ``starts`` is the number
-    of units. Per entry of the plan, ``slots`` has the index of its logical parameter, and ``regions`` the part of the
-    full tensor that this rank holds.
+    ``count`` is the number of units. ``shards`` has for each entry of the plan the units of its logical parameter, and the
+    part of the full tensor that this rank holds.
     """
 
-    dims: tuple[int | None, ...]
-    starts: tuple[int, ...]
-    slots: tuple[int, ...]
-    regions: tuple[Region, ...]
+    count: int
+    shards: tuple[tuple[ParameterUnits, Region], ...]
 
     @classmethod
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
-        """Return the units of the parameters of a plan that has parameter names. An unknown region is None.
-
-        It raises ValueError if the full shape of a parameter is unknown, or if a parameter with two or more dims lacks
-        the given dim.
-        """
-        dims = tuple(
-            _dim_of(name, shape, unit_dim)
-            for name, shape in zip(plan.parameter_names, plan.parameter_shapes, strict=True)
-        )
-        counts = [
-            1 if dim is None else shape[dim]
-            for dim, shape in zip(dims, plan.parameter_shapes, strict=True)
-            if shape is not None  # only for mypy: `_dim_of` raises for None
-        ]
-        known = tuple(region for region in regions if region is not None)
-        return cls(dims, tuple(accumulate(counts, initial=0)), plan.parameter_slots, known)
-
-    @property
-    def count(self) -> int:
-        return self.starts[-1]
+        """Return the units of a plan whose entries hold ``regions``. Raise ValueError as `units_of`."""
+        found, count = units_of(plan, unit_dim)
+        pairs = zip(plan.parameter_slots, regions, strict=True)
+        shards = tuple((found[slot], region) for slot, region in pairs if region is not None)
+        return cls(count, shards)
 
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
         """Return this rank's power of each unit of the model, [count] float64; 0 for units that it does not hold.
@@ -473,13 +475,13 @@ class Units:
         """
         if tensor is None or not tensor.numel():
             return []
-        slot, region = self.slots[index], self.regions[index]
-        dim, start = self.dims[slot], self.starts[slot]
+        (dim, first), region = self.shards[index]
         parts = region.parts(tensor)
-        return [(start if dim is None else start + at[dim], dim, part) for at, part in parts.items()]
+        return [(first if dim is None else first + at[dim], dim, part) for at, part in parts.items()]
 
 
-def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int | None:
+def _dim_and_count(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> tuple[int | None, int]:
+    """Return the dim along which a parameter is divided into units (None: it is one unit), and their number."""
     if shape is None:
         raise ValueError(
             f"{name} has shards of unequal sizes, so its full shape is unknown, and the norms of its units (such as rows) "
@@ -487,7 +489,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
             "of the sizes of its axes"
         )
     if len(shape) < 2:
-        return None
+        return None, 1
     patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
     dim = next((dim for pattern, dim in patterns.items() if matches(pattern, name)), 0)
     if not -len(shape) <= dim < len(shape):
@@ -495,7 +497,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
             f"unit_dim={dim} is not a dim of {name}, whose shape is {shape}; give a dim from {-len(shape)} to "
             f"{len(shape) - 1}"
         )
-    return dim % len(shape)
+    return dim % len(shape), shape[dim]
 
 
 def _powers_along(part: Tensor, dim: int | None, norm_type: float) -> Tensor:

@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from itertools import chain, zip_longest
+from typing import NamedTuple, TypeVar
 
 from ...parallel.layout.spec import P, owns
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from .plan import NormBucket, ParameterEntry, ReductionPlan
+
+T = TypeVar("T")
 
 
 class Holders(NamedTuple):
@@ -80,38 +83,36 @@ class Declaration(NamedTuple):
         return f"{self.layout}, param group {self.group}{'' if self.trained else ', frozen'}"
 
 
-class Called(NamedTuple):
-    """The keys, names and full shapes of one rank's parameters, in the order of its plan.
+class ParameterIdentity(NamedTuple):
+    """The key, name and full shape of a parameter.
 
     All shards and replicas of one logical parameter have equal keys on all ranks.
     """
 
-    keys: list[tuple[Holders, str | int]]
-    names: list[str]
-    shapes: list[tuple[int, ...] | None]
+    key: tuple[Holders, str | int]
+    name: str
+    full_shape: tuple[int, ...] | None
 
-    @classmethod
-    def of(cls, plan: ReductionPlan) -> Called:
-        """Return the keys, names and full shapes of a plan's parameters.
 
-        If several parameters of this rank have one name, such as ``weight`` in each layer, the second name is ``weight
-        (2)``.
-        """
-        keys: list[tuple[Holders, str | int]] = []
-        names: list[str] = []
-        seen: Counter[Holders] = Counter()
-        declared: Counter[str] = Counter()
-        holders_of = _holders(plan)
-        for entry in plan.entries:
-            holders = holders_of[entry.spec]
-            declared[entry.name] += 1
-            times = declared[entry.name]
-            names.append(entry.name if times == 1 else f"{entry.name} ({times})")
-            # A tied parameter may have different names on its stages. So its key contains, instead of the name, its
-            # position among the parameters that are tied over the same stages.
-            keys.append((holders, seen[holders] if holders.tied else names[-1]))
-            seen[holders] += 1
-        return cls(keys, names, [entry.full_shape for entry in plan.entries])
+def identities_of(plan: ReductionPlan) -> list[ParameterIdentity]:
+    """Return the identity of each parameter of a plan.
+
+    If several parameters of this rank have one name, such as ``weight`` in each layer, the second name is ``weight (2)``.
+    """
+    found = []
+    seen: Counter[Holders] = Counter()
+    declared: Counter[str] = Counter()
+    holders_of = _holders(plan)
+    for entry in plan.entries:
+        holders = holders_of[entry.spec]
+        declared[entry.name] += 1
+        times = declared[entry.name]
+        name = entry.name if times == 1 else f"{entry.name} ({times})"
+        # A tied parameter may have different names on its stages. So its key contains, instead of the name, its position
+        # among the parameters that are tied over the same stages.
+        found.append(ParameterIdentity((holders, seen[holders] if holders.tied else name), name, entry.full_shape))
+        seen[holders] += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,18 @@ class Summary:
     buckets: tuple[NormBucket, ...]
     num_groups: int
     weighted: Fraction
-    named: Called | None
+    named: list[ParameterIdentity] | None
 
     @classmethod
     def of(cls, plan: ReductionPlan, names: bool) -> Summary:
         """Return the summary of ``plan``. With ``names`` it contains parameter names and full shapes, and is large."""
-        digests = {holders: _digest(holders, found) for holders, found in _declarations(plan).items()}
+        digests = {
+            holders: _hexdigest([one.text if holders.tied else tuple(one) for one in found])
+            for holders, found in _declarations(plan).items()
+        }
         shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
-        return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Called.of(plan) if names else None)
+        named = identities_of(plan) if names else None
+        return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), named)
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
@@ -193,23 +198,22 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     Collectives: an object all-gather; none with one rank.
     Host synchronization: yes, except with one rank.
     """
-    return _with_names(plan, gather_objects(Called.of(plan), registry))
+    return _with_names(plan, gather_objects(identities_of(plan), registry))
 
 
-def _with_names(plan: ReductionPlan, by_rank: Sequence[Called]) -> ReductionPlan:
+def _with_names(plan: ReductionPlan, by_rank: Sequence[Sequence[ParameterIdentity]]) -> ReductionPlan:
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
-    for rank_names in by_rank:
-        for key, name, shape in zip(*rank_names, strict=True):
-            labels.setdefault(key, name)
-            shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
+    for key, name, shape in chain.from_iterable(by_rank):
+        labels.setdefault(key, name)
+        shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
     used = Counter(labels.values())
     unique = [name if used[name] == 1 else f"{name}@{holders}" for (holders, _), name in labels.items()]
     slots = {key: slot for slot, key in enumerate(labels)}
     return replace(
         plan,
         parameter_names=tuple(unique),
-        parameter_slots=tuple(slots[key] for key in by_rank[plan.rank].keys),
+        parameter_slots=tuple(slots[identity.key] for identity in by_rank[plan.rank]),
         parameter_shapes=tuple(shapes[key] for key in labels),
     )
 
@@ -225,12 +229,22 @@ def _weighted(plan: ReductionPlan) -> Fraction:
     return sum((Fraction(numel, spec.num_replicas(plan.topology)) for spec, numel in numels.items()), Fraction())
 
 
-def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:
-    shapes: dict[Holders, list[tuple[int, ...] | None]] = {}
+def _by_holders(plan: ReductionPlan, value_of: Callable[[ParameterEntry], T]) -> dict[Holders, list[T]]:
+    """Return ``value_of(entry)`` of all parameters, in lists by the ranks that hold the parameter."""
+    found: dict[Holders, list[T]] = {}
     holders_of = _holders(plan)
     for entry in plan.entries:
-        shapes.setdefault(holders_of[entry.spec], []).append(entry.full_shape)
-    return shapes
+        found.setdefault(holders_of[entry.spec], []).append(value_of(entry))
+    return found
+
+
+def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:
+    return _by_holders(plan, lambda entry: entry.full_shape)
+
+
+def _declarations(plan: ReductionPlan) -> dict[Holders, list[Declaration]]:
+    text_of = plan.by_spec(str)
+    return _by_holders(plan, lambda entry: Declaration.of(entry, text_of[entry.spec]))
 
 
 def _drop_uneven_shapes(
@@ -246,18 +260,6 @@ def _drop_uneven_shapes(
         even = len({shapes[holders][position] for shapes in by_rank if holders in shapes}) == 1
         entries.append(entry if even else replace(entry, full_shape=None))
     return replace(plan, entries=tuple(entries))
-
-
-def _declarations(plan: ReductionPlan) -> dict[Holders, list[Declaration]]:
-    declarations: dict[Holders, list[Declaration]] = {}
-    holders_of, text_of = _holders(plan), plan.by_spec(str)
-    for entry in plan.entries:
-        declarations.setdefault(holders_of[entry.spec], []).append(Declaration.of(entry, text_of[entry.spec]))
-    return declarations
-
-
-def _digest(holders: Holders, declarations: Sequence[Declaration]) -> str:
-    return _hexdigest([declaration.text if holders.tied else tuple(declaration) for declaration in declarations])
 
 
 def _hexdigest(declared: Sequence[object]) -> str:
@@ -291,9 +293,12 @@ def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration])
 def _advice(one: Declaration | None, other: Declaration | None, tied: bool) -> str:
     """Return how to correct two declarations that differ. None: the rank has no such parameter."""
     if one is not None and other is not None and (tied or one.name == other.name):
-        layouts, groups, trained = zip(one[1:], other[1:], strict=True)
-        fields = {"spec, shape and dtype": layouts, "param group": groups, "requires_grad": trained}
-        same = " and the same ".join(name for name, (own, theirs) in fields.items() if own != theirs)
+        differs = {
+            "spec, shape and dtype": one.layout != other.layout,
+            "param group": one.group != other.group,
+            "requires_grad": one.trained != other.trained,
+        }
+        same = " and the same ".join(name for name, is_different in differs.items() if is_different)
         return f"give {one.name} the same {same} on both ranks"
     stages = "" if one and other else ". If the ranks are pipeline stages, give their mesh axis the role 'pipe'"
     return (
@@ -310,9 +315,7 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
             f"{own_group} on rank {first}, in group {other_group} on rank {second}; put each parameter into the same param "
             "group on all ranks"
         )
-    for index in range(max(len(mine), len(theirs))):
-        one = mine[index] if index < len(mine) else None
-        other = theirs[index] if index < len(theirs) else None
+    for one, other in zip_longest(mine, theirs):
         if one is None or other is None or one.text != other.text or (not tied and one.name != other.name):
             shown = [
                 f"{declaration.name}: {declaration.text}" if declaration else "no such parameter"
@@ -321,7 +324,7 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
             is_missing = one is None or other is None
             differ = "different parameters" if is_missing else "the same parameters but declare them differently"
             return (
-                f"ranks {first} and {second} hold {differ}, first in {(one or other or mine[0]).name}: rank {first} has "
+                f"ranks {first} and {second} hold {differ}, first in {(one or other).name}: rank {first} has "
                 f"[{shown[0]}], rank {second} has [{shown[1]}]; {_advice(one, other, tied)}"
             )
     raise AssertionError("digests differ but declarations do not")

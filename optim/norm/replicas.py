@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,6 +244,14 @@ ReplicaHashes = dict[tuple[str, str], dict[str, dict[CommonCoordinates, list[tup
 """Hashes by (parameter name, kind of tensor), then by the name of the tensor, such as "state exp_avg", then by shard."""
 
 
+class _Comparison(NamedTuple):
+    """The sums of a comparison over all ranks, and this rank's hashes."""
+
+    check: ReplicaCheck
+    sums: Tensor
+    numbers: Tensor
+
+
 class FingerprintMonitor:
     """Compares the replicas of one model periodically, in the collective that computes the gradient norm.
 
@@ -260,8 +269,8 @@ class FingerprintMonitor:
         device = self.checks[0].device
         self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
-        self._numbers: list[Tensor] = []
-        self._detected: list[tuple[Tensor, Tensor]] = []  # for each check the sums and this rank's hashes
+        self._hashed: list[tuple[ReplicaCheck, Tensor]] = []  # this rank's hashes in the present comparison
+        self._detected: list[_Comparison] = []
 
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list."""
@@ -269,8 +278,8 @@ class FingerprintMonitor:
         self._steps += 1
         if not is_due:
             return []
-        self._numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
-        return [check.weighted(numbers) for check, numbers in zip(self.checks, self._numbers, strict=True)]
+        self._hashed = [(check, check.numbers(None if index else gradients)) for index, check in enumerate(self.checks)]
+        return [check.weighted(numbers) for check, numbers in self._hashed]
 
     def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
         """Set `replicas_diverged` to 1 if replicas differ, and store the sums and hashes for `error`.
@@ -281,16 +290,18 @@ class FingerprintMonitor:
         if not totals:
             return
         found = [
-            (self._mask_nonfinite(check, sums, finite), numbers)
-            for check, sums, numbers in zip(self.checks, totals, self._numbers, strict=True)
+            _Comparison(check, self._mask_nonfinite(check, sums, finite), numbers)
+            for (check, numbers), sums in zip(self._hashed, totals, strict=True)
         ]
         earlier = self.replicas_diverged > 0
         # After replicas have differed, later comparisons do not replace the recorded sums and hashes.
         self._detected = [
-            (torch.where(earlier, kept[0], sums), torch.where(earlier, kept[1], numbers))
-            for kept, (sums, numbers) in zip(self._detected or found, found, strict=True)
+            _Comparison(
+                new.check, torch.where(earlier, old.sums, new.sums), torch.where(earlier, old.numbers, new.numbers)
+            )
+            for old, new in zip(self._detected or found, found, strict=True)
         ]
-        some = torch.stack([sums.ne(0).any() for sums, _ in found]).any()
+        some = torch.stack([comparison.sums.ne(0).any() for comparison in found]).any()
         self.replicas_diverged = torch.maximum(self.replicas_diverged, some.to(self.replicas_diverged))
 
     def _mask_nonfinite(self, check: ReplicaCheck, sums: Tensor, finite: Tensor) -> Tensor:
@@ -307,7 +318,7 @@ class FingerprintMonitor:
         """
         found: list[tuple[str, str, str]] = []
         mine: ReplicaHashes = {}
-        for check, (sums, numbers) in zip(self.checks, self._detected, strict=True):
+        for check, sums, numbers in self._detected:
             differing = check.differing(sums.cpu())
             found += [(check.plan.parameter_names[slot], axis, kind) for slot, axis, kind in differing]
             mine |= _hash_replicas(check, {(slot, kind) for slot, _, kind in differing}, numbers)

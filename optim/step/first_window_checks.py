@@ -23,7 +23,7 @@ from ...parallel.mesh.text import named_ranks, some, without_wrappers
 from ...parallel.mesh.topology import Topology
 from ..gradients.reduce_in_backward import ArrivedGradients
 from ..norm.plan import ReductionPlan
-from ..norm.plan_agreement import Called, Holders
+from ..norm.plan_agreement import Holders, identities_of
 from .window import Window
 
 SAY_SO = (
@@ -289,14 +289,14 @@ class UnusedParameters:
 
     def _warn(self, overwritten: str | None, has_fingerprints: bool) -> None:
         topology, ranks_of = self.plan.topology, dict[Holders, int]()
-        keys, names = Called.of(self.plan)[:2] if self._without else ([], [])
+        identities = identities_of(self.plan) if self._without else []
         mine = dict[tuple[str, str | int], tuple[str, int]]()
         for index in sorted(self._without):
-            holders, position = keys[index]
+            (holders, position), name, _ = identities[index]
             if self._params[index].requires_grad:
                 if holders not in ranks_of:
                     ranks_of[holders] = sum(map(holders.include, map(topology.coordinate, range(topology.world_size))))
-                mine[str(holders), position] = names[index], ranks_of[holders]
+                mine[str(holders), position] = name, ranks_of[holders]
         found = gather_objects((mine, overwritten), self.registry)
         check_not_overwritten([name for _, name in found], has_fingerprints)
         by_rank = [of_rank for of_rank, _ in found]

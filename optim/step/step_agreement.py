@@ -11,6 +11,7 @@ The facts of the last steps stay on the host, for an error that names the differ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from ...parallel.mesh.text import named_ranks
 from ..clip.base import Clip
 from ..clip.rules import ByNorm, ByValue
 from ..norm.plan import ReductionPlan
-from ..norm.plan_agreement import Called, Holders
+from ..norm.plan_agreement import Holders, ParameterIdentity, identities_of
 from ..norm.replicas import splitmix64_finalizer
 
 # Hashes of facts that ranks compare, the same in every process --------------------------------------------------------
@@ -401,7 +402,6 @@ class StepAgreement:
         self._settings: Sequence[Settings] = ()
         self._params = ParamFacts()
         self.replicated: dict[int, tuple[str, ...]] = {}
-        self._keys: Called | None = None
         self.sent = Facts(0, False)
 
     def _class_of(self, ranks: Sequence[int], kind: str) -> _Class:
@@ -491,7 +491,7 @@ class StepAgreement:
         """Return the summand of the result of `number` for the parameters with indices ``frozen``; 0 if none."""
         names: dict[Holders, list[str | int]] = {}
         for index in frozen:
-            holders, name = self._called.keys[index]
+            holders, name = self._identities[index].key
             names.setdefault(holders, []).append(name)
         topology, number = self.plan.topology, 0
         for holders, of_holders in names.items():
@@ -503,15 +503,13 @@ class StepAgreement:
         """Return the summand of the result of `number` for replicated parameters without gradients; 0 if there are none."""
         names: dict[tuple[str, ...], list[str | int]] = {}
         for index in without_gradient:
-            names.setdefault(self.replicated[index], []).append(self._called.keys[index][1])
+            names.setdefault(self.replicated[index], []).append(self._identities[index].key[1])
         classes = ((self._class_of(self.registry.ranks(*axes), "gradients"), of) for axes, of in names.items())
         return sum(ranks.term(*of) for ranks, of in classes)
 
-    @property
-    def _called(self) -> Called:
-        if self._keys is None:
-            self._keys = Called.of(self.plan)
-        return self._keys
+    @cached_property
+    def _identities(self) -> list[ParameterIdentity]:
+        return identities_of(self.plan)
 
     def of_tensors(self, device: torch.device) -> Tensor | None:
         """Return this rank's summand for settings and thresholds in device tensors, 0-dim float64; None if there are none.
@@ -557,7 +555,7 @@ class StepAgreement:
                 facts_by_name[f"{key} of param group {group.index}{where}"] = text
         if facts.params == ParamFacts():
             return NamedFacts(facts_by_name)
-        names = [*self._called.names, *self._left_out]
+        names = [*(identity.name for identity in self._identities), *self._left_out]
         frozen, thawed, without = facts.params
         return NamedFacts(facts_by_name, _at(names, frozen), _at(names, thawed), tuple(map(self._gradient_of, without)))
 
@@ -566,7 +564,7 @@ class StepAgreement:
         topology, coordinate = self.registry.topology, self.registry.coordinate
         others = (axis for axis in topology.axes if axis not in self.replicated[index] and topology.size(axis) > 1)
         at = ", ".join(f"{axis}={coordinate[axis]}" for axis in others)
-        return f"{GRADIENT}{self._called.names[index]}{f' at {at}' if at else ''}"
+        return f"{GRADIENT}{self._identities[index].name}{f' at {at}' if at else ''}"
 
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
         """Return an error that lists the values that differ between ranks. Every rank must call it; all errors are equal.
@@ -599,7 +597,7 @@ class StepAgreement:
         missing = {text for of_rank in by_rank for text in of_rank.without_gradient}
         if frozen or missing:
             own = by_rank[self.registry.global_rank]
-            names = (name for name in self._called.names if name in frozen)
+            names = (identity.name for identity in self._identities if identity.name in frozen)
             held = {f"requires_grad of {name}": str(name not in own.frozen) for name in names}
             for text in map(self._gradient_of, self.replicated):
                 if text in missing:

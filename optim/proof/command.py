@@ -8,8 +8,6 @@ The exit code is 0 without findings, 1 with findings, 2 without a result.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import inspect
 import io
 import json
@@ -17,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ import torch
 from torch import nn
 
 from ...parallel.launch import read_environment
-from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import aligned, named_ranks, printable
 from ...parallel.mesh.topology import Topology
@@ -67,9 +64,8 @@ def _with_rich(rows: list[tuple[str, ...]]) -> str:
     text: Any = import_module("rich.text").Text
     for row in rows:
         table.add_row(*map(text, row))
-    widest = sum(max(map(len, column)) + 3 for column in zip(_HEADER, *rows, strict=True)) + 1
     written = io.StringIO()
-    import_module("rich.console").Console(file=written, width=widest).print(table)
+    import_module("rich.console").Console(file=written, width=1_000_000).print(table)  # so wide that no cell is wrapped
     return written.getvalue().rstrip()
 
 
@@ -181,11 +177,11 @@ def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
     if not colon or not script or not name:
         raise ValueError(f"{build!r} is not SCRIPT:BUILD; give a file or module and a function, such as train.py:build")
     module = _of_file(Path(script)) if script.endswith(".py") else _of_name(script)
-    function = getattr(module, name, None)
+    function: object = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         raise ValueError(f"{script} has no function {name}; it has {', '.join(there) or 'none'}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _of_file(path: Path) -> Any:
@@ -193,10 +189,10 @@ def _of_file(path: Path) -> Any:
         raise ValueError(f"there is no file {path}")
     name = path.stem
     if getattr(sys.modules.get(name), "__file__", None) != str(path.resolve()):
-        spec = importlib.util.spec_from_file_location(name, path.resolve())
+        spec = spec_from_file_location(name, path.resolve())
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        module = module_from_spec(spec)
         if str(path.resolve().parent) not in sys.path:
             sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script on its command line
         sys.modules[name] = module
@@ -210,13 +206,13 @@ def _of_file(path: Path) -> Any:
 
 def _of_name(name: str) -> Any:
     try:
-        found = importlib.util.find_spec(name)
+        found = find_spec(name)
     except ModuleNotFoundError:  # the parent package of ``name`` is missing
         found = None
     if found is None:
         raise ValueError(f"there is no module {name}; the name of a file must end in .py")
     try:
-        return importlib.import_module(name)
+        return import_module(name)
     except Exception as error:
         raise _not_imported(name, error) from error
 
@@ -251,12 +247,11 @@ def _text(found: Sequence[Proof | InferredLayout]) -> str:
 def _values(found: Sequence[Proof | InferredLayout]) -> Mapping[str, Any]:
     if isinstance(found[0], Proof):
         return found[0].to_json()
-    rules = [{"ranks": ranks, "declare": _texts(one.rules)} for ranks, one in _by_rules(found)]
+    rules = [
+        {"ranks": ranks, "declare": {name: repr(spec) for name, spec in one.rules.items()}}
+        for ranks, one in _by_rules(found)
+    ]
     return {"rules": rules, "dims_unknown": found[0].dims_unknown, "proof": found[0].proof.to_json()}
-
-
-def _texts(rules: Mapping[str, P]) -> dict[str, str]:
-    return {name: repr(spec) for name, spec in rules.items()}
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.audit import hints_of_equal_stages, tied_names
-from ...parallel.interop.local_parameters import Gradients, local_gradients
+from ...parallel.interop.local_parameters import local_gradients
 from ...parallel.layout.annotation import Annotation
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
@@ -238,10 +238,23 @@ class KnownParameter:
         return tuple(sorted({topology.coordinate_of(rank, axis) for rank in self.seen}))
 
 
+class LocalTensor(NamedTuple):
+    """This rank's shard of a parameter, and its gradient after the backward; None without a gradient."""
+
+    value: Tensor
+    gradient: Tensor | None
+
+
+Directions = Sequence[tuple[KnownParameter, "Tensor | None"]]
+"""Pairs of a parameter and this rank's part of a direction, in the same order on all ranks.
+
+The direction is None if this rank does not hold the parameter."""
+
+
 class Measured:
     """This rank's parameters and gradients after a backward, and descriptions of the parameters of all ranks.
 
-    All mappings are by name. `move` changes ``tensors``, the local tensors, in place. ``topology`` has the axes of the
+    All mappings are by name. `move` changes the values in ``local`` in place. ``topology`` has the axes of the
     registry's topology, perhaps with other roles. `known` has one `KnownParameter` per logical parameter of the model,
     in the same order on all ranks.
 
@@ -250,15 +263,14 @@ class Measured:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor | None],
+        local: Mapping[str, LocalTensor],
         seen: Mapping[str, ParameterView],
         registry: ProcessGroupRegistry,
         topology: Topology,
     ) -> None:
         self.topology, self.rank, self.registry = topology, registry.global_rank, registry
-        self._tensors, self._gradients = tensors, gradients
-        self.known = _known(gather_objects(dict(seen), registry), self.topology)
+        self._local = local
+        self.known = _known(gather_objects(seen, registry), self.topology)
 
     @classmethod
     def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry, topology: Topology) -> Measured:
@@ -268,18 +280,16 @@ class Measured:
         Host synchronization: several per parameter if the parameters are on a GPU.
         """
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        local, seen = dict[str, LocalTensor](), dict[str, ParameterView]()
 
-        def see() -> tuple[Gradients, dict[str, ParameterView]]:
-            local = local_gradients(list(named.values()), topology)
-            seen = {
-                name: ParameterView.of(param, gradient, annotation, topology)
-                for name, param, gradient, annotation in zip(named, *local[:3], strict=True)
-            }
-            return local, seen
+        def see() -> None:
+            found = local_gradients(list(named.values()), topology)
+            for name, param, gradient, annotation in zip(named, *found[:3], strict=True):
+                local[name] = LocalTensor(param.detach(), gradient)
+                seen[name] = ParameterView.of(param, gradient, annotation, topology)
 
-        local, seen = on_all_ranks(see, registry)
-        tensors = dict(zip(named, (param.detach() for param in local.params), strict=True))
-        return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry, topology)
+        on_all_ranks(see, registry)
+        return cls(local, seen, registry, topology)
 
     def direction(self, known: KnownParameter, contract: GradientContract, seed: int) -> Tensor | None:
         """Return this rank's part of a random direction of a parameter; None if this rank does not hold the parameter.
@@ -292,39 +302,35 @@ class Measured:
         where = [(axis, self.topology.coordinate_of(self.rank, axis)) for axis in contract.apart]
         number = zlib.crc32(repr((seed, known.label, where)).encode())
         generator = torch.Generator().manual_seed(number)
-        param = self._tensors[known.name_on(self.rank)]
+        param = self._local[known.name_on(self.rank)].value
         drawn = torch.randn(param.shape, generator=generator, dtype=torch.float64) * known.scale
         return drawn.to(param)
 
-    def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
-        """Return one dict per parameter: {rank: product <gradient, direction> of this rank}.
+    def products(self, directions: Directions) -> dict[str, dict[int, float]]:
+        """Return {label of a parameter: {rank: product <gradient, direction> of this rank}}.
 
-        Ranks that do not hold the parameter are left out. The product of a missing gradient is 0. ``directions`` are in
-        the same order on all ranks; this rank's part is None if this rank does not hold the parameter.
+        Ranks that do not hold the parameter are left out. The product of a missing gradient is 0.
 
         Collectives: an object all-gather.
         Host synchronization: one per parameter on a GPU.
         """
-        mine: list[float | None] = []
+        own: dict[str, float] = {}
         for known, direction in directions:
-            gradient = None if direction is None else self._gradients[known.name_on(self.rank)]
-            if direction is None:
-                mine.append(None)
-            else:
-                mine.append(0.0 if gradient is None else float((gradient.double() * direction.double()).sum()))
-        by_rank = gather_objects(mine, self.registry)
-        return [
-            {rank: value for rank, value in enumerate(row) if value is not None} for row in zip(*by_rank, strict=True)
-        ]
+            if direction is not None:
+                gradient = self._local[known.name_on(self.rank)].gradient
+                own[known.label] = 0.0 if gradient is None else float((gradient.double() * direction.double()).sum())
+        by_rank = gather_objects(own, self.registry)
+        labels = [known.label for known, _ in directions]
+        return {label: {rank: found[label] for rank, found in enumerate(by_rank) if label in found} for label in labels}
 
     @torch.no_grad()
-    def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
+    def move(self, directions: Directions, step: float) -> dict[str, Tensor]:
         """Add ``step`` times its direction to each parameter in place. Return the old values by name, for `put_back`."""
         before = {}
         for known, direction in directions:
             if direction is not None:
                 name = known.name_on(self.rank)
-                param = self._tensors[name]
+                param = self._local[name].value
                 before[name] = param.clone()
                 param.add_(direction, alpha=step)
         return before
@@ -333,7 +339,7 @@ class Measured:
     def put_back(self, before: Mapping[str, Tensor]) -> None:
         """Copy ``before``, the values that `move` returned, back into the parameters."""
         for name, value in before.items():
-            self._tensors[name].copy_(value)
+            self._local[name].value.copy_(value)
 
 
 def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -> list[KnownParameter]:

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from ...parallel.interop.local_parameters import fully_sharded, has_dtensors, local_tensor
+from ...parallel.interop.local_parameters import discard_gathered, has_dtensors, local_tensor
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.random_state import random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.stop_gradient import ConstantRecord
 from ...parallel.mesh.topology import Topology
-from .contracts import KnownParameter, Measured
+from .contracts import Directions, KnownParameter, Measured
 
 # The loss as a repeatable function of the parameters ------------------------------------------------------------------
 
@@ -66,6 +66,7 @@ class Objective:
         topology: Topology | None,
     ) -> None:
         self.topology, self.registry = topology or registry.topology, registry
+        self._model: nn.Module = model
         self._loss: Callable[[], Tensor | None] = lambda: loss_fn(model)
         self._params = list(model.parameters())
         self._gradients = [(param, param.grad) for param in self._params]
@@ -74,7 +75,6 @@ class Objective:
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
-        self._fully_sharded = fully_sharded(model)
         self._random = random_state()
         self._constants = ConstantRecord()
         self._backward_is_ours = True
@@ -104,8 +104,7 @@ class Objective:
         """
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
             _, reports = on_all_ranks_with(self._computed, self.registry)
-        for module in self._fully_sharded:
-            module.reshard()  # else the next forward would use the parameters that this forward gathered
+        discard_gathered(self._model)  # else the next forward would use the parameters that this forward gathered
         return [number for number, _ in reports]
 
     def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
@@ -149,16 +148,17 @@ def mean_loss(losses: Losses, topology: Topology) -> float:
     Ranks at one such coordinate count as one: their losses are averaged first. Raise ValueError if a loss is not
     finite, or if there is none for a coordinate.
     """
-    by_samples: dict[tuple[int, ...], list[float]] = {}
+    by_samples: dict[tuple[tuple[str, int], ...], list[float]] = {}
     for rank, loss in enumerate(losses):
-        found = by_samples.setdefault(tuple(topology.coordinate_of(rank, axis) for axis in topology.data_axes), [])
+        samples = tuple((axis, topology.coordinate_of(rank, axis)) for axis in topology.data_axes)
+        found = by_samples.setdefault(samples, [])
         if loss is not None:
             found.append(loss)
             if not isfinite(loss):
                 raise ValueError(f"the loss of rank {rank} is {loss}; give a model and a batch with a finite loss")
     for samples, found in by_samples.items():
         if not found:
-            at = ", ".join(f"{axis}={index}" for axis, index in zip(topology.data_axes, samples, strict=True))
+            at = ", ".join(f"{axis}={index}" for axis, index in samples)
             raise ValueError(
                 f"no rank {f'at {at} ' if at else ''}returned a loss; loss_fn must return it on the rank that computes it"
             )
@@ -363,9 +363,7 @@ class Differences:
         change = mean_loss(up, self.topology) - mean_loss(down, self.topology)
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
-    def along(
-        self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float
-    ) -> Iterator[DifferenceQuotient]:
+    def along(self, directions: Directions, size: float) -> Iterator[DifferenceQuotient]:
         """Yield central differences along the directions, one for each of five step sizes.
 
         Two forwards run when a difference is taken from the iterator. They move all parameters at once, and restore
@@ -381,17 +379,11 @@ class Differences:
             step = first * factor
             pair = [self._moved(directions, sign * step) for sign in (1, -1)]
             up, down = (mean_loss(losses, self.topology) for losses in pair)
-            rounding = self.noise / step
-            apart = {
-                axis for losses in pair for axis in unequal_loss_axes(losses, self.topology, self._within(step, size))
-            }
-            yield DifferenceQuotient((up - down) / (2 * step), rounding, tuple(sorted(apart)))
+            within = 10 * self.noise + 1e-3 * step * size  # larger differences between ranks' losses are not rounding
+            apart = {axis for losses in pair for axis in unequal_loss_axes(losses, self.topology, within)}
+            yield DifferenceQuotient((up - down) / (2 * step), self.noise / step, tuple(sorted(apart)))
 
-    def _within(self, step: float, size: float) -> float:
-        """Return the largest difference between the losses of two ranks that counts as rounding."""
-        return 10 * self.noise + 1e-3 * step * size
-
-    def _moved(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> Losses:
+    def _moved(self, directions: Directions, step: float) -> Losses:
         before = self.measured.move(directions, step)
         try:
             return self.objective()
@@ -465,7 +457,7 @@ def find_wrong(
     wrong: list[KnownParameter] = []
     undecided: list[KnownParameter] = []
     for group in _groups(promises):
-        for found, sort in _search(differences, group):
+        for found, sort in _within(differences, group, _kept(differences, group), crowded=False):
             (wrong if sort == "wrong" else undecided).append(found)
     return wrong, undecided
 
@@ -481,12 +473,6 @@ def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
             yield group[start : start + TOGETHER]
 
 
-def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[KnownParameter, Judgement]]:
-    sort = _kept(differences, group)
-    if sort != "kept":
-        yield from _within(differences, group, sort, crowded=False)
-
-
 def _within(
     differences: Differences, group: list[Promise], sort: Judgement, crowded: bool
 ) -> Iterator[tuple[KnownParameter, Judgement]]:
@@ -495,21 +481,21 @@ def _within(
     ``sort`` is the result for the entire group. ``crowded``: the group is one half of a larger group, and the result of
     the other half is not "kept" either.
     """
+    if sort == "kept":
+        return
     if len(group) == 1:
         yield group[0].known, sort
         return
-    middle = len(group) // 2
-    parts = [group[:middle], group[middle:]]
-    sorts = [_kept(differences, parts[0])]
+    first, second = group[: len(group) // 2], group[len(group) // 2 :]
+    of_first = _kept(differences, first)
     # If the first half is right, the error is in the second half, which is not tested unless it is a single parameter.
-    sorts.append(sort if sorts == ["kept"] and len(parts[1]) > 1 else _kept(differences, parts[1]))
-    all_wrong = "kept" not in sorts
+    of_second = sort if of_first == "kept" and len(second) > 1 else _kept(differences, second)
+    parts = [(first, of_first), (second, of_second)]
+    all_wrong = "kept" not in (of_first, of_second)
     if all_wrong and crowded and len(group) > 2:
-        parts = [[promise] for promise in group]
-        sorts = [_kept(differences, part) for part in parts]
-    for part, of_part in zip(parts, sorts, strict=True):
-        if of_part != "kept":
-            yield from _within(differences, part, of_part, all_wrong)
+        parts = [([promise], _kept(differences, [promise])) for promise in group]
+    for part, of_part in parts:
+        yield from _within(differences, part, of_part, all_wrong)
 
 
 def _kept(differences: Differences, group: Sequence[Promise]) -> Judgement:

@@ -119,7 +119,7 @@ def assert_exact(
         found = [problem for of_rank in gather_objects(problems, registry) for problem in of_rank]
         if found:
             step = f" after step {number}" if steps > 1 else ""
-            raise AssertionError(_summarize(found, len({problem.what for problem in found}), step))
+            raise AssertionError(_summarize(found, step))
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class _Pair:
     """A parameter of this rank (for a DTensor, its local tensor), and the dense model's full parameter and gradient."""
 
     name: str
+    dense_name: str
     param: Tensor
     spec: P
     dense: Tensor
@@ -175,7 +176,7 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
     """
     there = dict(dense.named_parameters())
 
-    def pair(name: str, param: Tensor) -> tuple[str, _Pair]:
+    def pair(name: str, param: Tensor) -> _Pair:
         found = names(name) if callable(names) else (names or {}).get(name, name)
         dense_name, made = (found, None) if isinstance(found, str) else found
         if dense_name not in there:
@@ -187,12 +188,11 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         gradient = torch.zeros_like(counterpart) if counterpart.grad is None else counterpart.grad
         tensors = [tensor.detach() if made is None else made(tensor.detach()) for tensor in (counterpart, gradient)]
         spec = spec_of(param, registry.topology)
-        return dense_name, _Pair(name, local_parameter(param, registry.topology), spec, *tensors)
+        return _Pair(name, dense_name, local_parameter(param, registry.topology), spec, *tensors)
 
-    def pairs() -> list[tuple[str, _Pair]]:
-        unknown = [] if names is None or callable(names) else sorted({*names} - {*dict(model.named_parameters())})
-        known = {name for of_rank in model_names for name in of_rank}
-        if unknown := [name for name in unknown if name not in known]:
+    def pairs() -> list[_Pair]:
+        given = () if names is None or callable(names) else names
+        if unknown := sorted({*given}.difference(*model_names)):
             raise ValueError(
                 f"names= contains {', '.join(unknown)}, which no rank's model has; give only names of parameters of the "
                 "parallel model"
@@ -201,13 +201,13 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
 
     model_names = gather_objects([name for name, _ in model.named_parameters()], registry)
     found = on_all_ranks(pairs, registry)
-    covered = {name for of_rank in gather_objects({name for name, _ in found}, registry) for name in of_rank}
+    covered = set().union(*gather_objects({each.dense_name for each in found}, registry))
     if missing := [name for name in there if name not in covered]:
         raise ValueError(
             f"no rank has a counterpart of the dense model's {', '.join(missing)}; give each a parameter of the "
             "parallel model with names={parallel name: dense name}"
         )
-    return [each for _, each in found]
+    return found
 
 
 def _wrong_norm(norm: float, dense_norm: float, model: nn.Module, allowed: _Allowed) -> list[_Problem]:
@@ -274,11 +274,11 @@ def _wrong(found: Tensor, expected: Tensor, region: Region, limit: float) -> str
     return text
 
 
-def _summarize(problems: Sequence[_Problem], number: int, step: str) -> str:
+def _summarize(problems: Sequence[_Problem], step: str) -> str:
     by_tensor: dict[str, list[_Problem]] = {}
     for problem in problems:
         by_tensor.setdefault(problem.what, []).append(problem)
-    lines = []
+    number, lines = len(by_tensor), []
     # Gradients come first: a wrong gradient also makes the norm and the parameters wrong.
     for what, of_ranks in sorted(by_tensor.items(), key=lambda item: _ORDER.index(item[1][0].kind))[:MOST_LINES]:
         worst = max(of_ranks, key=lambda problem: problem.error)

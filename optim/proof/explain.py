@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +20,7 @@ from .contracts import (
     TERM,
     GradientContract,
     KnownParameter,
+    LocalTensor,
     Measured,
     ParameterView,
     bits_of,
@@ -57,46 +58,52 @@ class HookPoint(NamedTuple):
         return f"the {self.side} of {self.module}"
 
 
-class ForwardRecord:
-    """Records a hash of the input and output of every submodule in one forward on this rank.
+@contextmanager
+def hooked(model: nn.Module, sites: Iterable[HookPoint], function: Callable[[HookPoint, Any], Any]) -> Iterator[None]:
+    """Call ``function(site, values)`` at each hook point of forward. If it does not return None, replace the values.
 
-    Attributes:
-        hashes: {hook point: (shape, hash of the elements)}, in the order in which the points were first reached. None
-            instead of the pair if there is no tensor at the point, or a complex one. If a module is called several
-            times, the hash is from its last call.
+    ``values`` are the positional arguments of a module, or its output. Modules that the model does not have are skipped.
     """
+    modules = dict(model.named_modules())
+    handles: list[Any] = []
+    for site in sites:
+        module = modules.get(site.module)
+        if module is None:
+            continue
+        if site.side == "input":
+            hook = module.register_forward_pre_hook(lambda _, inputs, site=site: function(site, inputs))
+        else:
+            hook = module.register_forward_hook(lambda _, inputs, output, site=site: function(site, output))
+        handles.append(hook)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def __init__(self, model: nn.Module) -> None:
-        self.hashes: dict[HookPoint, tuple[tuple[int, ...], int] | None] = {}
-        self._model = model
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record a hash of every submodule's input and output in `hashes`, for forwards inside the context."""
-        handles: list[Any] = []
-        for name, module in self._model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(self._before(HookPoint(name, "input"))))
-                handles.append(module.register_forward_hook(self._after(HookPoint(name, "output"))))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+Hashes = dict[HookPoint, "tuple[tuple[int, ...], int] | None"]
 
-    def _before(self, site: HookPoint) -> Any:
-        return lambda _, inputs: self._record(site, inputs)
 
-    def _after(self, site: HookPoint) -> Any:
-        return lambda _, inputs, output: self._record(site, output)
+@contextmanager
+def recorded_forward(model: nn.Module) -> Iterator[Hashes]:
+    """Yield {hook point: (shape, hash of the elements)} of the inputs and outputs of all submodules in the context.
 
-    def _record(self, site: HookPoint, values: Any) -> None:
+    The dict is in the order in which the points were first reached. It has None instead of a pair if there is no tensor
+    at the point, or a complex one. If a module is called several times, the hash is from its last call.
+    """
+    hashes: Hashes = {}
+
+    def record(site: HookPoint, values: Any) -> None:
         value = first_tensor(values)
-        hashed = None
+        hashes[site] = None
         if value is not None and not value.is_complex():
             value = local_tensor(value)
-            hashed = tuple(value.shape), bits_of(value)
-        self.hashes[site] = hashed
+            hashes[site] = tuple(value.shape), bits_of(value)
+
+    sites = [HookPoint(name, side) for name, _ in model.named_modules() if name for side in ("input", "output")]
+    with hooked(model, sites, record):
+        yield hashes
 
 
 def first_tensor(values: Any) -> Tensor | None:
@@ -107,13 +114,13 @@ def first_tensor(values: Any) -> Tensor | None:
 
 
 class ForwardOrder:
-    """The forward records of all ranks, and the order of the parameters' modules in forward.
+    """The hashes of `recorded_forward` on all ranks, and the order of the parameters' modules in forward.
 
     Collectives: an object all-gather over the world, in the constructor.
     """
 
-    def __init__(self, mine: ForwardRecord, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
-        self._hashes = gather_objects(mine.hashes, registry)
+    def __init__(self, hashes: Hashes, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
+        self._hashes = gather_objects(hashes, registry)
         self._topology = registry.topology
         self._known = list(known)
         self._at = {known.label: self._position(known) for known in self._known}
@@ -195,7 +202,7 @@ class Probe:
 
     def __init__(self, differences: Differences, known: KnownParameter, contract: GradientContract, seed: int) -> None:
         direction = differences.measured.direction(known, contract, seed)
-        (self.products,) = differences.measured.products([(known, direction)])
+        self.products = differences.measured.products([(known, direction)])[known.label]
         self._differences, self._known = differences, known
         self._steps = differences.along([(known, direction)], self.size)
         self._found: list[DifferenceQuotient] = []
@@ -223,17 +230,14 @@ class Probe:
 
     def differences(self) -> Iterator[DifferenceQuotient]:
         """Yield the central differences whose rounding error is at most 1 % of their value or of `size`."""
-        index = 0
-        while True:
-            if index == len(self._found):
-                found = next(self._steps, None)
-                if found is None:
-                    return
-                self._found.append(found)
-            found = self._found[index]
-            index += 1
-            if self._differences.tells(found, max(self.size, abs(found.value))):
+        yield from filter(self._tells, self._found)
+        for found in self._steps:
+            self._found.append(found)
+            if self._tells(found):
                 yield found
+
+    def _tells(self, found: DifferenceQuotient) -> bool:
+        return self._differences.tells(found, max(self.size, abs(found.value)))
 
 
 @dataclass(frozen=True)
@@ -421,24 +425,6 @@ class _Added:
         return value + self.zeros if self.zeros.shape == value.shape else value
 
 
-@contextmanager
-def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPoint, _Added]]:
-    modules = dict(model.named_modules())
-    added = {site: _Added() for site in sites if site.module in modules}
-    handles: list[Any] = []
-    for site, one in added.items():
-        module = modules[site.module]
-        if site.side == "input":
-            handles.append(module.register_forward_pre_hook(lambda _, inputs, one=one: one.add_to(inputs)))
-        else:
-            handles.append(module.register_forward_hook(lambda _, inputs, output, one=one: one.add_to(output)))
-    try:
-        yield added
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @dataclass(frozen=True)
 class Fault:
     """The place of a wrong backward, given by two tensors of forward between which it lies.
@@ -490,15 +476,16 @@ def locate_fault(
     """
     events = events[-_MOST:]
     objective, registry = differences.objective, differences.measured.registry
-    with _added(model, events) as added:
+    added = {site: _Added() for site in events}
+    with hooked(model, added, lambda site, values: added[site].add_to(values)):
         base: Losses = objective.differentiate()
-        tensors, gradients, seen = dict[str, Tensor](), dict[str, Tensor | None](), dict[str, ParameterView]()
+        local, seen = dict[str, LocalTensor](), dict[str, ParameterView]()
         for site, one in added.items():
             if one.zeros is not None and one.value is not None:
-                tensors[str(site)], gradients[str(site)] = one.zeros.detach(), one.zeros.grad
+                local[str(site)] = LocalTensor(one.zeros.detach(), one.zeros.grad)
                 seen[str(site)] = ParameterView.of(one.value, one.zeros.grad, None, differences.topology)
-                one.zeros = tensors[str(site)]
-        measured = Measured(tensors, gradients, seen, registry, differences.topology)
+                one.zeros = local[str(site)].value
+        measured = Measured(local, seen, registry, differences.topology)
         explainer = Explainer(Differences(objective, measured, base, differences.digits, differences.noise))
         right: HookPoint | None = None
         for site in reversed(events):

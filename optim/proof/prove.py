@@ -50,7 +50,7 @@ from .differences import (
     in_float64,
     unequal_loss_axes,
 )
-from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookPoint, cause_of, locate_fault
+from .explain import Cause, Explainer, Fault, ForwardOrder, HookPoint, cause_of, locate_fault, recorded_forward
 
 
 @dataclass(frozen=True)
@@ -313,10 +313,9 @@ def infer(
 
     found = examine(model, loss_fn, registry, None, dtype, seed, guess)
     if found.unequal:
-        roles = dict(zip(topology.axes, topology.roles, strict=True)) | dict.fromkeys(found.unequal, "data")
-        as_data = Topology(
-            roles=roles, aliases=topology.aliases, **dict(zip(topology.axes, topology.sizes, strict=True))
-        )
+        roles = {axis: topology.role(axis) for axis in topology.axes} | dict.fromkeys(found.unequal, "data")
+        sizes = {axis: topology.size(axis) for axis in topology.axes}
+        as_data = Topology(roles=roles, aliases=topology.aliases, **sizes)
         again = examine(model, loss_fn, registry, None, dtype, seed, guess, as_data)
         if again.proof.is_correct:
             topology, found = as_data, _of_other_roles(found, again)
@@ -582,8 +581,7 @@ class _Examination:
         self.model, self.objective, self.registry, self.seed = model, objective, registry, seed
         self.topology = objective.topology
         self.digits = Digits.of(_lowest_dtype(model))
-        self.recorded = ForwardRecord(model)
-        with self.recorded.recording():
+        with recorded_forward(model) as self.hashes:
             self.base = objective.differentiate()
         self.measured = Measured.of_model(model, registry, self.topology)
         self.differences = Differences(objective, self.measured, self.base, self.digits)
@@ -640,7 +638,7 @@ class _Examination:
 
     def _forward_order(self) -> ForwardOrder:
         """Return the order in which modules ran, gathered from all ranks. Every rank must call it."""
-        return ForwardOrder(self.recorded, self.known, self.registry)
+        return ForwardOrder(self.hashes, self.known, self.registry)
 
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
         """Return ({label of a wrong parameter: cause, or None if it must be searched}, undecided parameters)."""
@@ -671,10 +669,12 @@ class _Examination:
         directions = [
             (known, self.measured.direction(known, self.contracts[known.label], self.seed)) for known in self.known
         ]
+        products = self.measured.products(directions)
         found: list[tuple[KnownParameter, Promise | None]] = []
-        for (known, direction), products in zip(directions, self.measured.products(directions), strict=True):
-            value, spread = self.contracts[known.label].derivative(products, self.topology)
-            size = max(known.effect, *map(abs, products.values()))
+        for known, direction in directions:
+            of_ranks = products[known.label]
+            value, spread = self.contracts[known.label].derivative(of_ranks, self.topology)
+            size = max(known.effect, *map(abs, of_ranks.values()))
             alike = spread <= 10 * self.digits.relative * size or self.differences.never_tells(size)
             found.append((known, Promise(known, direction, value, known.effect) if alike else None))
         return found
@@ -701,39 +701,32 @@ class _Examination:
         tied = () if known.first.spec is None else dict(known.first.spec.tied)
         return tuple(axis for axis in tied if not known.equal_along(axis, self.topology))
 
-    def _copies_differ(self, known: KnownParameter, contract: GradientContract) -> bool:
-        return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
-
     def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
         """Return True if the values of the parameter on the ranks contradict ``contract``, its assumed layout.
 
         They do if ranks that must hold replicas have different values. They also do if ranks that must hold different
         shards have equal values, unless all elements of a shard are equal.
         """
-        return self._copies_differ(known, contract) or self._pieces_alike(known, contract)
-
-    def _pieces_alike(self, known: KnownParameter, contract: GradientContract) -> bool:
+        equal = {axis for axis, _ in contract.by_axis if known.equal_along(axis, self.topology)}
+        if any(axis not in equal for axis, along in contract.by_axis if not along.apart):
+            return True
         if any(seen.constant for seen in known.seen.values()):
             return False
-        return any(
-            known.equal_along(axis, self.topology) and known.shared_along(axis, self.topology)
-            for axis in contract.apart
-        )
+        return any(axis in equal and known.shared_along(axis, self.topology) for axis in contract.apart)
 
     # Findings ---------------------------------------------------------------------------------------------------------
 
     def _findings(self, wrong: Sequence[KnownParameter], suspects: Mapping[str, Cause | None]) -> list[Finding]:
-        found: list[Finding] = []
         few = wrong if self.inferring else (*wrong[-EXPLAINED // 2 :], *wrong[: EXPLAINED // 2])
         explained = {known.label for known in few}
-        for known in wrong:
-            if known.label in explained:
-                finding = self._explained(known, suspects)
-            else:
-                self.not_searched.add(known.label)
-                finding = replace(self._finding(known, "backward is wrong", (), 1.0, None), text=NOT_SEARCHED)
-            found += [] if finding is None else [finding]
-        return found
+        self.not_searched = {known.label for known in wrong} - explained
+        found = [
+            self._explained(known, suspects)
+            if known.label in explained
+            else replace(self._finding(known, "backward is wrong"), text=NOT_SEARCHED)
+            for known in wrong
+        ]
+        return [finding for finding in found if finding is not None]
 
     def _explained(self, known: KnownParameter, suspects: Mapping[str, Cause | None]) -> Finding | None:
         """Search the cause of a wrong gradient, and return the parameter's finding.
@@ -745,9 +738,9 @@ class _Examination:
         """
         cause = suspects[known.label]
         if not any(seen.gradient for seen in known.seen.values()):
-            return self._finding(known, "no gradient comes", (), 1.0, None)
+            return self._finding(known, "no gradient comes")
         if self.inferring and cause == "copies differ":
-            return self._finding(known, cause, self._stale_ties(known), 1.0, None)
+            return self._finding(known, cause, self._stale_ties(known))
         declared = self.contracts[known.label]
         doubtful = self.inferring or self._contradicted(known, declared)
         explanation = self.explainer.explain(known, None if doubtful else declared)
@@ -760,7 +753,7 @@ class _Examination:
             beside = parameters_beside(known, self.known, {**right, known.label: explanation.contract})
             spec, is_certain = spec_of_contract(known, explanation.contract, self.topology, beside)
         if cause is not None:
-            return self._finding(known, cause, (), 1.0, spec, is_certain)
+            return self._finding(known, cause, spec=spec, is_certain=is_certain)
         if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
             return None  # along other directions, in which only this parameter moves, its gradient is right
         cause, axes = cause_of(known, declared, explanation, self.topology)
@@ -776,9 +769,9 @@ class _Examination:
         self,
         known: KnownParameter,
         cause: Cause,
-        axes: tuple[str, ...],
-        factor: float,
-        spec: P | None,
+        axes: tuple[str, ...] = (),
+        factor: float = 1.0,
+        spec: P | None = None,
         is_certain: bool = True,
     ) -> Finding:
         if spec is not None and not self.inferring and known.name in self.derived:

@@ -288,99 +288,6 @@ def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
         )
 
 
-# Checkpoints that contain the data loader's position in its epoch ------------------------------------------------------
-
-
-class Saving:
-    """Base class of `Booster` with the methods that save and load the objects of a training loop."""
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: ParallelOptimizer,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: ShardedDataLoader[Any] | None = None,
-        *,
-        extra: Any = None,
-        keep: int = 1,
-        trainable_only: bool = False,
-    ) -> Path:
-        """Save a checkpoint with `save_checkpoint`, and return its directory. Every rank must call it.
-
-        The checkpoint also contains the data loader's position in its epoch.
-
-        Args:
-            path: A directory that only this run uses, in a file system that all ranks share.
-            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
-            optimizer: The optimizer that `boost` returned.
-            lr_scheduler: The schedule that `boost` returned. None (default): no schedule is saved.
-            dataloader: A loader of `prepare_dataloader`. None (default): no position is saved.
-            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
-                stored. Default: None.
-            keep: Number of newest checkpoints to keep, including this one. Default: 1.
-            trainable_only: As in `save_checkpoint`. Default: False.
-        Returns:
-            The directory of the checkpoint, ``path/meshstep-<number>``.
-
-        Raises:
-            ValueError, RuntimeError, TypeError: As in `save_checkpoint`.
-
-        Collectives: gathers of Python objects over all ranks.
-        Host synchronization: yes.
-        """
-        from ..checkpoint import save_checkpoint
-
-        position = None if dataloader is None else dataloader.state_dict()
-        own = {"extra": extra, "dataloader": position}
-        return save_checkpoint(
-            path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep, trainable_only=trainable_only
-        )
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: ParallelOptimizer,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: ShardedDataLoader[Any] | None = None,
-        *,
-        trainable_only: bool = False,
-    ) -> Any:
-        """Load a checkpoint of `save` or `save_checkpoint` into the objects that `boost` returned; return its ``extra``.
-
-        Every rank must call it. The checkpoint may come from another mesh. The next ``for`` loop over the loader
-        continues the saved epoch after the batches that were already used.
-
-        Args:
-            path: The ``path`` of `save`, whose newest checkpoint is loaded; or the directory of one checkpoint.
-            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
-            optimizer: The optimizer that `boost` returned.
-            lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
-            dataloader: A loader of `prepare_dataloader`. None (default), or for a checkpoint without a position, such as
-                one of `save_checkpoint`: no position is loaded.
-            trainable_only: As in `load_checkpoint`. Default: False.
-        Returns:
-            The ``extra`` value that was saved.
-
-        Raises:
-            ValueError: The loader does not have the order of the saved epoch. Then all other objects have already been
-                loaded. Or the checkpoint does not fit, as in `load_checkpoint`; then nothing is changed.
-            RuntimeError, TypeError: As in `load_checkpoint`.
-
-        Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
-        Host synchronization: yes.
-        """
-        from ..checkpoint import load_checkpoint
-
-        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, trainable_only=trainable_only)
-        if not isinstance(own, dict) or own.keys() != {"extra", "dataloader"}:
-            return own  # `save_checkpoint` was called directly
-        if dataloader is not None and own["dataloader"] is not None:
-            dataloader.load_state_dict(own["dataloader"])
-        return own["extra"]
-
-
 # Booster --------------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
@@ -395,7 +302,7 @@ Loader = TypeVar("Loader")
 Schedule = TypeVar("Schedule")
 
 
-class Booster(Saving, Generic[Stats_co]):
+class Booster(Generic[Stats_co]):
     """Prepares model, optimizer, loss function, data loader and schedule for a precision mode and data parallelism.
 
         booster = Booster("bf16", registry, max_norm=1.0)
@@ -475,7 +382,7 @@ class Booster(Saving, Generic[Stats_co]):
             lambda: self._check_arguments(mixed_precision, max_norm, accumulation_steps, options), self.registry
         )
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
-        self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
+        self._optimizers: dict[object, ParallelOptimizer] = {}  # by the model or `Pipeline` that `boost` returned
 
     def _check_arguments(
         self, mixed_precision: Mode | Precision, max_norm: ClipSpec, accumulation_steps: int, options: dict[str, Any]
@@ -560,8 +467,7 @@ class Booster(Saving, Generic[Stats_co]):
 
         Collectives: gathers of Python objects, and broadcasts of the model over the data axes.
         """
-        several = isinstance(optimizer, (list, tuple))
-        one: Any = as_one(optimizer, self.registry) if several else optimizer  # type: ignore[arg-type]
+        one: Any = as_one(optimizer, self.registry) if isinstance(optimizer, (list, tuple)) else optimizer
         with uncombined_on_error(one):
             return self._boost(model, one, criterion, dataloader, lr_scheduler)
 
@@ -704,7 +610,7 @@ class Booster(Saving, Generic[Stats_co]):
             ValueError: ``optimizer`` is not a `ParallelOptimizer`. Or it is None, and the model was not returned by
                 `boost` together with an optimizer.
         """
-        found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
+        found = optimizer if optimizer is not None else self._optimizers.get(model)
         if not isinstance(found, ParallelOptimizer):
             given = model if optimizer is None else optimizer
             raise ValueError(
@@ -712,6 +618,94 @@ class Booster(Saving, Generic[Stats_co]):
                 "it returned together with an optimizer"
             )
         return found.no_sync()
+
+    # Checkpoints that contain the data loader's position in its epoch ------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: ParallelOptimizer,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: ShardedDataLoader[Any] | None = None,
+        *,
+        extra: Any = None,
+        keep: int = 1,
+        trainable_only: bool = False,
+    ) -> Path:
+        """Save a checkpoint with `save_checkpoint`, and return its directory. Every rank must call it.
+
+        The checkpoint also contains the data loader's position in its epoch.
+
+        Args:
+            path: A directory that only this run uses, in a file system that all ranks share.
+            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: The schedule that `boost` returned. None (default): no schedule is saved.
+            dataloader: A loader of `prepare_dataloader`. None (default): no position is saved.
+            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
+                stored. Default: None.
+            keep: Number of newest checkpoints to keep, including this one. Default: 1.
+            trainable_only: As in `save_checkpoint`. Default: False.
+        Returns:
+            The directory of the checkpoint, ``path/meshstep-<number>``.
+
+        Raises:
+            ValueError, RuntimeError, TypeError: As in `save_checkpoint`.
+
+        Collectives: gathers of Python objects over all ranks.
+        Host synchronization: yes.
+        """
+        from ..checkpoint import save_checkpoint
+
+        position = None if dataloader is None else dataloader.state_dict()
+        own = {"extra": extra, "dataloader": position}
+        return save_checkpoint(
+            path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep, trainable_only=trainable_only
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: ParallelOptimizer,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: ShardedDataLoader[Any] | None = None,
+        *,
+        trainable_only: bool = False,
+    ) -> Any:
+        """Load a checkpoint of `save` or `save_checkpoint` into the objects that `boost` returned; return its ``extra``.
+
+        Every rank must call it. The checkpoint may come from another mesh. The next ``for`` loop over the loader
+        continues the saved epoch after the batches that were already used.
+
+        Args:
+            path: The ``path`` of `save`, whose newest checkpoint is loaded; or the directory of one checkpoint.
+            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
+            dataloader: A loader of `prepare_dataloader`. None (default), or for a checkpoint without a position, such as
+                one of `save_checkpoint`: no position is loaded.
+            trainable_only: As in `load_checkpoint`. Default: False.
+        Returns:
+            The ``extra`` value that was saved.
+
+        Raises:
+            ValueError: The loader does not have the order of the saved epoch. Then all other objects have already been
+                loaded. Or the checkpoint does not fit, as in `load_checkpoint`; then nothing is changed.
+            RuntimeError, TypeError: As in `load_checkpoint`.
+
+        Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
+        Host synchronization: yes.
+        """
+        from ..checkpoint import load_checkpoint
+
+        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, trainable_only=trainable_only)
+        if not isinstance(own, dict) or own.keys() != {"extra", "dataloader"}:
+            return own  # `save_checkpoint` was called directly
+        if dataloader is not None and own["dataloader"] is not None:
+            dataloader.load_state_dict(own["dataloader"])
+        return own["extra"]
 
     def __repr__(self) -> str:
         how = f"mixed_precision={self.precision.name!r}, data_parallel={self.data_parallel!r}"

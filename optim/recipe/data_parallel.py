@@ -61,9 +61,9 @@ def check_data_parallel(
             f"has {len(topology.data_axes)}; use two, declare an alias for all of them with Topology(aliases=...), or give "
             "data_parallel='zero1' or 'zero2'"
         )
-    if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:
+    if mode in ("ddp", "fsdp") and model is not None and data_size(topology) > 1:
         _check_no_data_spec(mode, registry, model)
-    if mode == "fsdp" and optimizer is not None and optimizer.state and data_size(registry) > 1:
+    if mode == "fsdp" and optimizer is not None and optimizer.state and data_size(topology) > 1:
         raise ValueError(
             "data_parallel='fsdp' creates new parameters, but this optimizer already has states of the old parameters; "
             "call boost before the optimizer's first step and load a checkpoint afterwards, or give "
@@ -88,10 +88,9 @@ def data_alias(topology: Topology) -> str | None:
     return next((alias for alias, atoms in topology.aliases.items() if atoms == topology.data_axes), None)
 
 
-def data_size(registry: ProcessGroupRegistry) -> int:
+def data_size(topology: Topology) -> int:
     """Return the number of ranks along all data axes; 1 if there are none."""
-    axes = registry.topology.data_axes
-    return registry.size(*axes) if axes else 1
+    return topology.size(*topology.data_axes)
 
 
 def wrap(
@@ -106,7 +105,7 @@ def wrap(
     parameters are not wrapped. With "fsdp", the new parameters replace the old parameters in the optimizer's param
     groups.
     """
-    if data_size(registry) == 1:
+    if data_size(registry.topology) == 1:
         return list(parts)
     if mode == "ddp":
         group = registry.group(*registry.topology.data_axes)
@@ -118,19 +117,15 @@ def wrap(
         ]
     if mode == "fsdp":
         before = [(part, dict(part.named_parameters())) for part in parts]
-        shared = _shared([params for _, params in before])
+        # `fully_shard` can't shard a parameter that several pipeline stages of this rank have
+        counts = Counter(param for _, params in before for param in params.values())
+        shared = {param for param, count in counts.items() if count > 1}
         for part in parts:
             _shard_fully(part, registry, shared)
         new = {old[name]: param for part, old in before for name, param in part.named_parameters()}
         for group_ in optimizer.param_groups if optimizer is not None else ():
             group_["params"] = [new[param] for param in group_["params"]]
     return list(parts)
-
-
-def _shared(parts: Sequence[Mapping[str, nn.Parameter]]) -> set[nn.Parameter]:
-    """Return the parameters that more than one pipeline stage of this rank has. `fully_shard` can't shard them."""
-    counts = Counter(param for params in parts for param in params.values())
-    return {param for param, count in counts.items() if count > 1}
 
 
 def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[nn.Parameter]) -> None:
@@ -172,7 +167,7 @@ def optimizer_options(
     parts: Sequence[nn.Module], registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of `ParallelOptimizer` that the kind of data parallelism requires."""
-    if data_size(registry) == 1 or mode is None:
+    if data_size(registry.topology) == 1 or mode is None:
         return {}
     if mode in ("zero1", "zero2"):
         last = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
@@ -209,7 +204,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
         None with a single data rank.
     Host synchronization: yes, except with a single data rank.
     """
-    if registry.topology.size(*registry.topology.data_axes) == 1:
+    if data_size(registry.topology) == 1:
         return
     with track_call("broadcast_weights", registry):
         found = on_all_ranks(lambda: _replicated_tensors(model, registry), registry)

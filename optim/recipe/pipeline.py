@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...parallel.interop.local_parameters import discard_gathered, fully_sharded
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..build import check_is_parallel
@@ -146,9 +147,8 @@ class Pipeline:
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)
-        for module in (part for stage in self.modules for part in stage.modules()):
-            if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward; an evaluation has none
-                module.reshard()  # type: ignore[operator]
+        for stage in self.modules:
+            discard_gathered(stage)  # fully_shard keeps gathered weights for a backward; an evaluation has none
         # torch creates receive buffers in the first call. An evaluation creates them without requires_grad, which
         # training needs.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
@@ -323,9 +323,9 @@ def _keep_whole(modules: Sequence[nn.Module]) -> None:
     Otherwise, the forward of another micro-batch could reshard the weights after the gradients of inputs were computed,
     and before the gradients of weights are. torch would store these gradients where `fully_shard` never reads them.
     """
-    for module in map(reducing_module, modules):
-        if hasattr(module, "set_reshard_after_forward"):
-            module.set_reshard_after_forward(False)  # type: ignore[operator]
+    for stage in modules:
+        for module in fully_sharded(stage):
+            module.set_reshard_after_forward(False, recurse=False)
 
 
 def is_schedule(value: object) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, log, nan
+from statistics import linear_regression
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class CoordinateCheck:
         s is the slope of the least-squares line through (log width, log change). It is NaN if a change is 0 or not
         finite.
         """
-        return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
+        return {layer: _slope(self.widths, values) for layer, values in self.changes.items()}
 
     def __str__(self) -> str:
         slopes = self.slopes()
@@ -161,9 +162,7 @@ def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tens
             handle.remove()
 
 
-def _slope(xs: Sequence[float], values: Sequence[float]) -> float:
+def _slope(widths: Sequence[int], values: Sequence[float]) -> float:
     if not all(0 < value < inf for value in values):  # False for NaN too
         return nan
-    ys, n = [log(value) for value in values], len(xs)
-    mean_x, mean_y = sum(xs) / n, sum(ys) / n
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    return linear_regression([log(width) for width in widths], [log(value) for value in values]).slope

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import isfinite, nan
 from typing import Any
 
@@ -387,11 +388,12 @@ class Monitor:
         scale = self._zero() if stats.loss_scale is None else stats.loss_scale
         parts = [sums, self._skipped, self._skipped_before, self._clipped, stats.total_norm, stats.clip_coef, scale]
         parts += [stats.group_norms, *stats.parameter_norms.values(), *(() if measured is None else [measured.values])]
-        numbers = torch.cat([part.to(sums).view(-1) for part in parts]).tolist()
-        whole, rest_of_loss, loss_count, left_out, count, skipped, before, clipped, norm, *rest = numbers
-        clip_coef, loss_scale, *rest = rest
-        groups = stats.group_norms.numel()
-        figures = groups + len(stats.parameter_norms)
+        numbers = iter(torch.cat([part.to(sums).view(-1) for part in parts]).tolist())
+        whole, rest_of_loss, loss_count, left_out, count = islice(numbers, 5)
+        skipped, before, clipped, norm, clip_coef, loss_scale = islice(numbers, 6)
+        group_norms = tuple(islice(numbers, stats.group_norms.numel()))
+        parameter_norms = {name: next(numbers) for name in stats.parameter_norms}
+        figures = {} if measured is None else {name: next(numbers) for name in measured.names}
         per_second = count / (time.perf_counter() - self._since)
         report = Report(
             step=self.step,
@@ -402,13 +404,13 @@ class Monitor:
             skipped_steps=int(skipped),
             per_second=per_second,
             unit=self.unit,
-            group_norms=tuple(rest[:groups]),
-            parameter_norms=dict(zip(stats.parameter_norms, rest[groups:figures], strict=True)),
+            group_norms=group_norms,
+            parameter_norms=parameter_norms,
             clipped=clipped / self._steps,
             skipped=(skipped - before) / self._steps,
             utilization=None if self.flops is None else self.flops.utilization(per_second, self.registry),
             measured_step=None if measured is None else measured.step,
-            figures={} if measured is None else dict(zip(measured.names, rest[figures:], strict=True)),
+            figures=figures,
         )
         self._tell(report)
 

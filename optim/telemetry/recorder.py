@@ -18,10 +18,10 @@ from __future__ import annotations
 import base64
 import json
 from array import array
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,19 +31,18 @@ from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.value_checks import check_count
 from ..build import check_is_parallel
-from ..clip.clipper import inverse_weight
 from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
 from ..norm.replicas import ReplicaCheck
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StepObserver
 from ..step.update_request import Update, UpdateRequest
-from ..step.window import Window, place_of, window_fields
+from ..step.window import Window
 from ..step.wrapped_optimizer import parts_of
 from .gradient_noise import changes_, kept, squares
-from .telemetry import Planned, Slots, data_ranks_of, world_sum
+from .telemetry import MeasurementPlan, WindowDivisor, world_sum
 from .tensor_digest import BUCKETS, HASH_WORDS, digest, hash_words, joined_hash, row_hashes
-from .writers import ReportFile
+from .writers import ClosedAtExit, ReportFile, step_of_json
 
 VERSION = 1
 QUANTITIES = ("weight", "gradient", "update")
@@ -56,52 +55,45 @@ class RecordFile(ReportFile):
     """The file of a `Recorder`. `ReportFile` describes how lines of an existing file are moved."""
 
     def _step(self, line: str) -> int | None:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        return found["step"] if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+        return step_of_json(line)
 
     def write(self, line: Mapping[str, object]) -> None:
         """Write ``line`` as JSON, with NaN and infinity as ``json`` writes them."""
         self._write(json.dumps(line, allow_nan=True) + "\n")
 
 
-class _RecordPlan:
-    """The tensors that a recorder digests, and the sums of the results per parameter.
+class _RecordPlan(MeasurementPlan):
+    """The measurement plan of a recorder.
 
-    Collectives: object all-gathers and one all-reduce; none with one rank.
+    Collectives: object all-gathers; none with one rank.
     """
 
     def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
-        # `Planned` requires labels, which are not used here. The labels of "group" are never "total", which it rejects.
-        self.planned = planned = Planned(optimizer, "group", None, None)
-        registry, plan = optimizer.registry, planned.plan
-        self.names = plan.parameter_names
-        self.rows = optimizer.stepped_tensors()
+        super().__init__(optimizer)
+        registry = self.registry
+        self.names = self.plan.parameter_names
         self.regions = [
-            row.region if row.region is not None and row.region.numel == tensor.numel() else None
-            for row, tensor in zip(self.rows, planned.measured, strict=True)
+            row.region if row.region is not None and row.region.numel == row.grad_tensor.numel() else None
+            for row in self.table
         ]
-        self.check = ReplicaCheck(plan, planned.measured, planned.device, exact=True)
-        self._slots = Slots(plan.parameter_slots, len(self.names), planned.device)
+        self.check = ReplicaCheck(self.plan, self.table.grad_tensors, self.device, exact=True, what="weight")
         # Only the first replica of a shard adds its hash.
-        self._first = torch.tensor(plan.are_first_replicas, dtype=torch.float64).to(planned.device)
+        self._first = torch.tensor(self.plan.are_first_replicas, dtype=torch.float64).to(self.device)
         self._unknown = torch.tensor([float(region is None) for region in self.regions], dtype=torch.float64)
         self.counts_batch = all(
             at == 0 or axis in registry.topology.data_axes
             for axis, at in registry.topology.coordinate(registry.global_rank).items()
         )
-        self.parameters = self._describe(optimizer)
+        self.parameters = self._describe()
 
-    def _describe(self, optimizer: ParallelOptimizer[Any]) -> dict[str, dict[str, Any]]:
+    def _describe(self) -> dict[str, dict[str, Any]]:
         """Return the description of every full parameter by name."""
-        registry = optimizer.registry
-        own: dict[int, dict[str, Any]] = {}
-        for row, slot in zip(self.rows, self.planned.plan.parameter_slots, strict=True):
-            spec = row.model_entry.spec.resolve(registry.topology)
+        topology = self.registry.topology
+        own: dict[str, dict[str, Any]] = {}
+        for row in self.table:
+            spec = row.model_entry.spec.resolve(topology)
             shape = row.region.full_shape if row.region is not None else row.model_entry.full_shape
-            own[slot] = {
+            own[self.table.name_of(row)] = {
                 "shape": None if shape is None else list(shape),
                 "dtype": str(row.model_entry.dtype).removeprefix("torch."),
                 "stepped": str(row.tensor.dtype).removeprefix("torch."),
@@ -109,30 +101,27 @@ class _RecordPlan:
                 "trained": row.trained,
                 "sharded": list(spec.sharded_axes),
                 "partial": list(spec.partial),
-                "distinct": list(spec.distinct_axes(registry.topology)),
+                "distinct": list(spec.distinct_axes(topology)),
                 "owned": [axis for axis, _ in spec.owned],
                 "tied": [axis for axis, _ in spec.tied],
             }
-        found: dict[int, dict[str, Any]] = {}
-        for of_rank in gather_objects(own, registry):
-            for slot, description in of_rank.items():
-                found.setdefault(slot, description)
-        return {name: found[slot] for slot, name in enumerate(self.names)}
+        found = ChainMap(*gather_objects(own, self.registry))
+        return {name: found[name] for name in self.names}
 
     def words(self, hashes: Tensor) -> Tensor:
         """Return this rank's summands of the hashes per parameter, [HASH_WORDS, parameters]."""
-        return self._slots(hash_words(hashes).mT * self._first)
+        return self.slots(hash_words(hashes).mT * self._first)
 
     def sketches(self, sketches: Tensor) -> Tensor:
         """Return this rank's summands of the sketches per parameter, [BUCKETS, parameters].
 
         Each replica counts equally, so the result is the sketch of the mean of the replicas, if they differ.
         """
-        return self.planned.to_parameters(sketches.mT)
+        return self.to_parameters(sketches.mT)
 
     def unknown(self) -> Tensor:
         """Return per parameter how many of this rank's shards have an unknown region, [1, parameters]."""
-        return self._slots(self._unknown.to(self.planned.device).unsqueeze(0))
+        return self.slots(self._unknown.to(self.device).unsqueeze(0))
 
 
 @dataclass
@@ -141,14 +130,12 @@ class _Pending:
 
     step: int
     totals: Tensor
-    scale: Tensor | None
-    groups: list[dict[str, Any]]
+    divisor: WindowDivisor
     micro_batches: int
-    averaged: int
-    count: int
+    groups: list[dict[str, Any]]
 
 
-class Recorder(StepObserver):
+class Recorder(StepObserver, ClosedAtExit):
     """Writes norms, hashes and sketches of all weights, gradients and updates every ``every`` steps, to compare runs.
 
         with Recorder(optimizer, "run.jsonl", every=100, seed=0) as recorder:
@@ -182,7 +169,7 @@ class Recorder(StepObserver):
         TypeError: On every rank: ``path`` is neither a str nor an os.PathLike. On this rank: the optimizer is not a
             `ParallelOptimizer`.
 
-    Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
+    Collectives: object all-gathers in the constructor, and in the first recorded step after
         `ParallelOptimizer.model_plan` has changed, for example by `add_param_group` or `refresh`. One all-reduce over the
         world in a recorded step; none in other steps, and none with one rank.
     Host synchronization: in the constructor, and after a change of the `model_plan`. On global rank 0, one per recorded
@@ -211,10 +198,9 @@ class Recorder(StepObserver):
         self.step = 0
         self._begun, self._due = False, False
         self._pending: _Pending | None = None
-        self._gradients, self._hashes, self._window = Tensor(), Tensor(), Tensor()
+        self._gradients, self._hashes = Tensor(), Tensor()
+        self._divisor, self._micro_batches = WindowDivisor(Tensor()), 1
         self._batch: Tensor | None = None
-        self._averaged, self._count, self._micro_batches = 1, 1, 1
-        self._scale: Tensor | None = None
         optimizer.add_observer(self)
 
     def _checked_file(self, path: str | PathLike[str]) -> RecordFile:
@@ -269,23 +255,21 @@ class Recorder(StepObserver):
     def reduced_grads(self, window: Window) -> None:
         if not self._due:
             return
-        plan, planned = self._plan, self._plan.planned
-        gradients = [tensor.grad for tensor in planned.measured]
-        self._scale = None if window.scale is None else window.scale.clone()
-        self._averaged, summed = data_ranks_of(self.optimizer)
-        self._count, self._micro_batches = window.count * summed, window.micro_batches
-        factor = torch.full((), 1 / self._count, device=planned.device)
-        if self._scale is not None:
-            factor = factor / self._scale.to(factor)
-        found = digest(gradients, plan.regions, planned.device, factor)
-        powers = squares(gradients, planned.device, planned.constants)
-        if self._scale is not None:
-            powers = powers / self._scale.to(powers).square()
+        plan, divisor = self._plan, WindowDivisor.of(window, self.optimizer)
+        gradients = plan.gradients()
+        factor = torch.full((), 1 / divisor.count, device=plan.device)
+        powers = squares(gradients, plan.device, plan.constants)
+        if divisor.scale is not None:
+            scale = divisor.scale.clone()  # the step changes it before `flush` reads it
+            divisor = replace(divisor, scale=scale)
+            factor = factor / scale.to(factor)
+            powers = powers / scale.to(powers).square()
+        found = digest(gradients, plan.regions, plan.device, factor)
         self._gradients = torch.cat(
-            [planned.to_parameters(powers).unsqueeze(0), plan.sketches(found.sketches), plan.words(found.hashes)]
+            [plan.to_parameters(powers).unsqueeze(0), plan.sketches(found.sketches), plan.words(found.hashes)]
         )
         self._hashes = found.hashes
-        self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
+        self._divisor, self._micro_batches = divisor, window.micro_batches
 
     def update(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update(request)``. In a recorded step, also digest the weights before the call, and their change.
@@ -296,18 +280,18 @@ class Recorder(StepObserver):
         if not self._due:
             update(request)
             return
-        self._due, plan, planned = False, self._plan, self._plan.planned
-        device, constants = planned.device, planned.constants
+        self._due, plan = False, self._plan
+        device, constants = plan.device, plan.constants
         groups = [_options(group) for group in self.optimizer.param_groups]
-        before = kept(planned.values())
+        before = kept(plan.values())
         weights = digest(before, plan.regions, device)
         squared = [squares(before, device, constants)]
         update(request)
-        changes = changes_(before, planned.values())
+        changes = changes_(before, plan.values())
         updates = digest(changes, plan.regions, device)
         squared.append(squares(changes, device, constants))
         del before, changes
-        weight, change = planned.to_parameters(torch.stack(squared)).unbind()
+        weight, change = plan.to_parameters(torch.stack(squared)).unbind()
         gradient, sketch, words = self._gradients.split([1, BUCKETS, HASH_WORDS])
         rows = torch.cat(
             [
@@ -327,14 +311,12 @@ class Recorder(StepObserver):
         batch = torch.zeros(_BATCH, dtype=torch.float64, device=device)
         if self._batch is not None:
             batch = torch.cat([hash_words(self._batch.to(device)), batch.new_ones(1)])
-        with track_call("Recorder", planned.registry):
-            packed = torch.cat([rows.view(-1), replicas.to(rows), batch, self._window.to(rows)])
-            totals = world_sum(packed, planned.registry)
+        with track_call("Recorder", plan.registry):
+            packed = torch.cat([rows.view(-1), replicas.to(rows), batch, self._divisor.weights.to(rows)])
+            totals = world_sum(packed, plan.registry)
         self._batch = None
-        if planned.registry.global_rank == 0:
-            self._pending = _Pending(
-                self.step, totals, self._scale, groups, self._micro_batches, self._averaged, self._count
-            )
+        if plan.registry.global_rank == 0:
+            self._pending = _Pending(self.step, totals, self._divisor, self._micro_batches, groups)
 
     # The file ---------------------------------------------------------------------------------------------------------
 
@@ -368,36 +350,34 @@ class Recorder(StepObserver):
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         plan, stats = self._plan, self.optimizer.last_stats
-        totals, scalars = pending.totals, []
+        totals, divisor = pending.totals, pending.divisor
+        tensors = {"inverse": divisor.inverse(totals[-len(divisor.weights) :])}
         if stats is not None:
-            scalars = [stats.total_norm, stats.clip_coef, stats.skipped]
-        if pending.scale is not None:
-            scalars.append(pending.scale)
-        stages = place_of(plan.planned.registry).stages
-        inverse = inverse_weight(totals[-stages:], pending.averaged, pending.count)
-        flat = torch.cat([totals, torch.stack([value.to(totals) for value in [inverse, *scalars]])])
+            tensors |= {"grad_norm": stats.total_norm, "clip_coef": stats.clip_coef, "skipped": stats.skipped}
+            if divisor.scale is not None:
+                tensors["loss_scale"] = divisor.scale
+        flat = torch.cat([totals, torch.stack([value.to(totals) for value in tensors.values()])])
         numbers = array("d", flat.tolist())  # the only synchronization, except for options that are tensors
-        tail = list(numbers[len(totals) :])
-        divisor, tail = tail[0], tail[1:]
+        scalars = dict(zip(tensors, numbers[len(totals) :], strict=True))
         names = len(plan.names)
         columns = [numbers[row * names : (row + 1) * names] for row in range(_ROWS)]
         at = _ROWS * names
         replicas = torch.tensor(numbers[at : at + plan.check.numel], dtype=torch.float64)
         differing: dict[str, dict[str, list[str]]] = {}
-        for slot, axis, kind in plan.check.differing(replicas) if plan.check.numel else ():
-            kind = "weight" if kind == "parameter" else kind
+        for slot, axis, kind in plan.check.differing(replicas):
             differing.setdefault(plan.names[slot], {}).setdefault(kind, []).append(axis)
         batch = numbers[at + plan.check.numel : at + plan.check.numel + _BATCH]
         parameters = {}
         for slot, name in enumerate(plan.names):
             own = [column[slot] for column in columns]
-            parameters[name] = _entry(own, divisor, pending.count, plan.parameters[name]["stepped"] == "float64")
+            is_double = plan.parameters[name]["stepped"] == "float64"
+            parameters[name] = _entry(own, scalars["inverse"], divisor.count, is_double)
         return {
             "step": pending.step,
-            "loss_scale": tail[3] if pending.scale is not None and stats is not None else None,
-            "grad_norm": tail[0] if stats is not None else None,
-            "clip_coef": tail[1] if stats is not None else None,
-            "skipped": bool(tail[2]) if stats is not None else None,
+            "loss_scale": scalars.get("loss_scale"),
+            "grad_norm": scalars.get("grad_norm"),
+            "clip_coef": scalars.get("clip_coef"),
+            "skipped": bool(scalars["skipped"]) if stats is not None else None,
             "micro_batches": pending.micro_batches,
             "groups": [{name: _plain(value) for name, value in group.items()} for group in pending.groups],
             "batch": joined_hash(batch[:HASH_WORDS]) if batch[HASH_WORDS] else None,
@@ -410,14 +390,6 @@ class Recorder(StepObserver):
         self.flush()
         self._file.close()
         self.optimizer.remove_observer(self)
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # State ------------------------------------------------------------------------------------------------------------
 

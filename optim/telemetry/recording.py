@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -54,22 +54,12 @@ class RecordedStep:
         return tuple(self.line["parameters"])
 
     @cached_property
-    def _decoded(self) -> dict[str, tuple[Figures, ...]]:
-        return {}
+    def _figures(self) -> dict[str, tuple[Figures, ...]]:
+        return {name: _decode(entry) for name, entry in self.line["parameters"].items()}
 
     def figures(self, name: str) -> tuple[Figures, ...]:
         """Return the figures of weight, gradient and update of a parameter."""
-        if name not in self._decoded:
-            *values, text = self.line["parameters"][name]
-            flat: list[float] = []
-            if text is not None:
-                raw = base64.b64decode(text)
-                flat = array("f" if len(raw) == 4 * 3 * BUCKETS else "d", raw).tolist()
-            self._decoded[name] = tuple(
-                Figures(float(values[at]), values[3 + at], tuple(flat[at * BUCKETS : (at + 1) * BUCKETS]))
-                for at in range(3)
-            )
-        return self._decoded[name]
+        return self._figures[name]
 
     def layout(self, name: str) -> Mapping[str, Any]:
         """Return the recorded description of a parameter: shape, dtypes, param group and layout."""
@@ -103,6 +93,17 @@ class RecordedStep:
     def global_norm(self) -> float:
         """Return the global gradient norm, from the norms of all parameters."""
         return sqrt(sum(self.figures(name)[1].norm ** 2 for name in self.names))
+
+
+def _decode(entry: Sequence[Any]) -> tuple[Figures, ...]:
+    """Return the figures of weight, gradient and update from a parameter's list in the file."""
+    *values, text = entry
+    flat: list[float] = []
+    if text is not None:
+        raw = base64.b64decode(text)
+        flat = array("f" if len(raw) == 4 * 3 * BUCKETS else "d", raw).tolist()
+    sketches = [tuple(flat[at * BUCKETS : (at + 1) * BUCKETS]) for at in range(3)]
+    return tuple(Figures(float(values[at]), values[3 + at], sketches[at]) for at in range(3))
 
 
 def read_recording(path: str | PathLike[str]) -> dict[int, RecordedStep]:

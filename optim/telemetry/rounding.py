@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import dist, inf
 
 from .recording import Figures, RecordedStep
 
@@ -76,12 +76,7 @@ def distance(a: Figures, b: Figures) -> float:
     if not (a.is_finite and b.is_finite):
         return 0.0 if a.is_finite == b.is_finite else inf
     gap = abs(a.norm - b.norm)
-    return max(gap, length(x - y for x, y in zip(a.sketch, b.sketch, strict=False)))
-
-
-def length(values: Iterable[float]) -> float:
-    """Return the L2 norm of a sketch."""
-    return sqrt(sum(value * value for value in values))
+    return max(gap, dist(a.sketch, b.sketch)) if a.sketch and b.sketch else gap
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -99,7 +94,7 @@ def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
         return b.norm / a.norm
     squared = dot(a.sketch, a.sketch)
     ratio = dot(a.sketch, b.sketch) / squared if squared else 0.0
-    rest = length(y - ratio * x for x, y in zip(a.sketch, b.sketch, strict=True))
+    rest = dist(b.sketch, [ratio * x for x in a.sketch])
     # The rounding errors of r times `a` are relative to the norm of r `a`, about the norm of `b`. So are both limits.
     limit = max(3 * tolerance, 1e-4) * b.norm
     return ratio if rest <= limit and abs(abs(ratio) * a.norm - b.norm) <= limit else None

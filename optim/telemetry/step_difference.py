@@ -18,13 +18,13 @@ If the first compared step is not step 1, the updates before it are not recorded
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf, isfinite, prod, sqrt
+from math import hypot, inf, isfinite, prod, sqrt
 from typing import Any
 
 from ...parallel.mesh.text import some
 from .recorder import QUANTITIES
 from .recording import Figures, RecordedStep
-from .rounding import EPS, FLOOR, coarsest, dot, length, multiple
+from .rounding import EPS, FLOOR, coarsest, dot, multiple
 from .step_pair import GRADIENT, UPDATE, WEIGHT, AxisMatch, Cause, Difference, StepPair
 
 
@@ -60,7 +60,7 @@ class _Report:
 
 
 def _layout(pair: StepPair) -> Difference | None:
-    for which, run, other in (("A", pair.a, pair.b), ("B", pair.b, pair.a)):
+    for which, run, other in reversed(pair.sides):
         missing = [name for name in run.names if name not in other.line["parameters"]]
         if missing:
             return _missing(pair, which, missing, [name for name in other.names if name not in run.line["parameters"]])
@@ -307,7 +307,7 @@ def _are_similar(pair: StepPair) -> bool:
     ratios = []
     for name in pair.names:
         a, b = pair.both(name, GRADIENT)
-        lengths = length(a.sketch) * length(b.sketch)
+        lengths = hypot(*a.sketch) * hypot(*b.sketch)
         if not lengths or dot(a.sketch, b.sketch) < 0.9 * lengths:
             return False
         ratios.append(b.norm / a.norm)
@@ -627,7 +627,7 @@ def _decay(pair: StepPair, name: str) -> float | None:
     if pair.numel(name) < 4 or not (weight.norm and weight.sketch and a.sketch and b.sketch):
         return None
     change = tuple(y - x for x, y in zip(a.sketch, b.sketch, strict=True))
-    return multiple(Figures(length(weight.sketch), None, weight.sketch), Figures(length(change), None, change), 1e-2)
+    return multiple(Figures(hypot(*weight.sketch), None, weight.sketch), Figures(hypot(*change), None, change), 1e-2)
 
 
 def _shown(ratio: float) -> str:

@@ -34,15 +34,13 @@ from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import check_glob, matches
 from ..norm.measure import check_every
-from ..norm.param_table import ParamTable
-from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StepObserver
 from ..step.data_parallel import FixedOrderSync
 from ..step.update_request import Update, UpdateRequest
-from ..step.window import Window, place_of, window_fields
+from ..step.window import Window, window_fields
 from ..whole.tensors import LogicalTensor, WholeTensors, narrowed
 from .gradient_noise import (
     LocalGradients,
@@ -166,10 +164,35 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     return wire.to(packed.device)
 
 
-def data_ranks_of(optimizer: ParallelOptimizer[Any]) -> tuple[int, int]:
-    """Return (number of data ranks over which gradients are averaged, number over which they are summed only)."""
-    ranks = optimizer.registry.topology.size(*optimizer.registry.topology.data_axes)
-    return (1, ranks) if isinstance(optimizer.grad_sync, FixedOrderSync) else (ranks, 1)
+@dataclass(frozen=True)
+class WindowDivisor:
+    """The numbers by which the reduced gradients of an accumulation window must be divided to get the mean gradient.
+
+    Args:
+        weights: This rank's summands of the window's weight, [pipeline stages] float64.
+        data_ranks: Number of data ranks over which the gradients are averaged.
+        count: Number by which the gradients must be divided if no micro-batch has a weight.
+        scale: The loss scale that the gradients contain. None: no loss scale.
+    """
+
+    weights: Tensor
+    data_ranks: int = 1
+    count: int = 1
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, window: Window, optimizer: ParallelOptimizer[Any]) -> WindowDivisor:
+        """Return the divisor of the gradients that ``optimizer`` has reduced."""
+        registry = optimizer.registry
+        weights = window_fields(window.weight, registry, optimizer.device).values.clone()
+        ranks = registry.topology.size(*registry.topology.data_axes)
+        if isinstance(optimizer.grad_sync, FixedOrderSync):  # sums over the data ranks, and does not average
+            return cls(weights, 1, window.count * ranks, window.scale)
+        return cls(weights, ranks, window.count, window.scale)
+
+    def inverse(self, totals: Tensor) -> Tensor:
+        """Return the factor for the gradients without the loss scale. ``totals``: `weights`, summed over all ranks."""
+        return inverse_weight(totals, self.data_ranks, self.count)
 
 
 # Largest singular values of sharded matrices, by power iteration ------------------------------------------------------
@@ -326,20 +349,55 @@ def _length(vector: Tensor) -> Tensor:
 
 # Measurement plan: built by all ranks together, and rebuilt when parameters are added to the optimizer ----------------
 
-KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow")
+
+class MeasurementPlan:
+    """The tensors that `Telemetry` or `Recorder` measures, and the sums of the results per logical parameter.
+
+    Collectives: an object all-gather if ranks have not exchanged parameter names yet; none with one rank.
+    Host synchronization: the same.
+
+    Attributes:
+        model: The plan of the model parameters, with names.
+        table: The stepped tensors. Their ``grad_tensor`` has the measured gradient.
+        plan: The plan of the stepped tensors, with one entry per row of `table`.
+        values: Function that returns the values of the stepped tensors, in the order of `table`. With `SplitMasters`, it
+            returns the float32 weights.
+        slots: Sums values of stepped tensors per logical parameter.
+    """
+
+    def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
+        self.registry, self.device, self.constants = optimizer.registry, optimizer.device, Constants()
+        model, chain = optimizer.model_plan, optimizer.transforms
+        self.model = model if model.parameter_names else with_names(model, self.registry)
+        self.table, self.values = chain.table(self.model), chain.values
+        self.plan = self.table.plan
+        self.slots = Slots(self.plan.parameter_slots, len(self.plan.parameter_names), self.device)
+        weights = torch.tensor(self.plan.replica_weights, dtype=accumulation_dtype(self.device))
+        self._weights = weights.to(self.device)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the measured gradient of each stepped tensor."""
+        return [tensor.grad for tensor in self.table.grad_tensors]
+
+    def to_parameters(self, values: Tensor) -> Tensor:
+        """Sum the values of this rank's shards per logical parameter, and return [..., logical parameters].
+
+        Each value (of [..., stepped tensors]) is divided by the number of ranks that hold the same shard, so that the
+        sum of the results over all ranks counts every shard once.
+        """
+        return self.slots(values * self._weights)
 
 
-class Planned:
-    """The measurement plan: the tensors that `Telemetry` measures, and the sums of the results per label.
+class TelemetryPlan(MeasurementPlan):
+    """The measurement plan of `Telemetry`, with the sums of the results per label.
 
     Collectives: object all-gathers and one all-reduce; none with one rank.
     Host synchronization: yes, except with one rank.
 
     Attributes:
-        values: Function that returns the values of the stepped tensors, in the order of the plan's entries. With
-            `SplitMasters`, it returns the float32 weights.
         numels: Number of elements of each gradient; 0 for a frozen parameter.
         labels: Labels of the figures. The last one is ``"total"``, for the full model.
+        elements: Number of trainable elements of each label.
         matrices: Indices of the stepped tensors that belong to matrices whose singular values are measured.
         spectral: The power iteration for these matrices. None: singular values are not measured.
         local: Measures each data rank's gradient norm before averaging. None: the noise scale is not measured.
@@ -349,29 +407,20 @@ class Planned:
     def __init__(
         self, optimizer: ParallelOptimizer[Any], by: By, spectral: SpectralNorms | None, noise: NoiseScale | None
     ) -> None:
-        registry, chain, device = optimizer.registry, optimizer.transforms, optimizer.device
-        self.registry, self.device, self.constants = registry, device, Constants()
-        model = optimizer.model_plan
-        model = model if model.parameter_names else with_names(model, registry)
-        table = chain.table(model)
-        self.plan, self.values, self.measured = table.plan, chain.values, table.grad_tensors
-        names, slots = self.plan.parameter_names, self.plan.parameter_slots
-        self._to_parameters = Slots(slots, len(names), device)
-        dtype = accumulation_dtype(device)
-        self._weights = torch.tensor(self.plan.replica_weights, dtype=dtype).to(device)
-
-        pairs = zip(model.parameter_slots, model.entries, strict=True)
+        super().__init__(optimizer)
+        registry, names = self.registry, self.plan.parameter_names
+        pairs = zip(self.model.parameter_slots, self.model.entries, strict=True)
         own_slots = {slot: (entry.group, is_local(entry, registry.topology)) for slot, entry in pairs}
         everywhere = {slot: info for of_rank in gather_objects(own_slots, registry) for slot, info in of_rank.items()}
         params = [(name, everywhere[slot][0]) for slot, name in enumerate(names)]
         labels, where = on_all_ranks(lambda: labelled(params, by), registry)
         self.labels = (*labels, TOTAL)
-        self._to_labels = Slots(where, len(labels), device)
+        self._to_labels = Slots(where, len(labels), self.device)
 
         # 0 for a frozen parameter: its missing gradient must not count as zeros
-        self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in table]
-        elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
-        self._elements = self.to_labels(self.summed(elements))
+        self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in self.table]
+        elements = self.to_parameters(torch.tensor(self.numels, dtype=self._weights.dtype).to(self.device))
+        self.elements = self.to_labels(world_sum(elements, registry))
 
         globs = spectral.globs if spectral else ()
         for glob in globs:
@@ -379,36 +428,29 @@ class Planned:
         fits = [matches_any(globs, name) for name in names]
         # The shape is None if shards have unequal sizes and no full shape is declared. `PowerIteration` then raises.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
+        slots = self.plan.parameter_slots
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
-        self.spectral = None if spectral is None else self._power_iteration(table, spectral)
+        self.spectral = None if spectral is None else self._power_iteration(spectral)
         self.local: LocalGradients | None = None
         self.left_out, self._own = tuple[str, ...](), torch.zeros(0)
         if noise is not None:
-            self._see_local(optimizer, model, [everywhere[slot][1] for slot in range(len(names))])
+            self._see_local(optimizer, [everywhere[slot][1] for slot in range(len(names))])
 
-    def _power_iteration(self, table: ParamTable, spectral: SpectralNorms) -> PowerIteration:
-        rows = [table.rows[index] for index in self.matrices]
-        named = [(table.name_of(row), row.tensor, row.region) for row in rows]
+    def _power_iteration(self, spectral: SpectralNorms) -> PowerIteration:
+        rows = [self.table.rows[index] for index in self.matrices]
+        named = [(self.table.name_of(row), row.tensor, row.region) for row in rows]
         return PowerIteration(named, self.registry, spectral.iterations, self.device)
 
-    def _see_local(self, optimizer: ParallelOptimizer[Any], model: ReductionPlan, own: list[bool]) -> None:
+    def _see_local(self, optimizer: ParallelOptimizer[Any], own: list[bool]) -> None:
         if not any(own):
             raise ValueError(
                 "NoiseScale: no trained parameter has a gradient that comes from one data rank's samples only (parameters "
                 "are frozen, sharded over a data axis, or owned by one data rank); leave noise= out"
             )
         params = optimizer.transforms.params
-        self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
+        self.local = LocalGradients(params, self.model, self.registry, self.device, self.constants)
         self.left_out = tuple(name for slot, name in enumerate(self.plan.parameter_names) if not own[slot])
-        self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
-
-    def to_parameters(self, values: Tensor) -> Tensor:
-        """Sum the values of this rank's shards per logical parameter, and return [..., logical parameters].
-
-        Each value (of [..., stepped tensors]) is divided by the number of ranks that hold the same shard, so that the
-        sum of the results over all ranks counts every shard once.
-        """
-        return self._to_parameters(values * self._weights)
+        self._own = torch.tensor(own).to(self.device)
 
     def to_labels(self, values: Tensor) -> Tensor:
         """Sum ``values``, [..., logical parameters], per label, and return [..., labels]. The last sum is the total."""
@@ -416,15 +458,7 @@ class Planned:
 
     def of_local(self, squares: Tensor) -> Tensor:
         """Return the sum of ``squares``, [logical parameters], over the parameters that the noise scale includes, 0-dim."""
-        return torch.where(self._own > 0, squares, 0.0).sum()
-
-    def fractions(self, counts: Tensor) -> Tensor:
-        """Return ``counts``, [..., labels], divided by each label's number of trainable elements; NaN if it has none."""
-        return counts / self._elements
-
-    def summed(self, packed: Tensor) -> Tensor:
-        """Return the sum of ``packed`` over all ranks (`world_sum`)."""
-        return world_sum(packed, self.registry)
+        return torch.where(self._own, squares, 0.0).sum()
 
 
 # Measurement ----------------------------------------------------------------------------------------------------------
@@ -543,9 +577,7 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        self._averaged = 1  # number of data ranks over which reduced gradients are averaged
-        self._count = 1  # number by which reduced gradients must still be divided if no micro-batch has a weight
-        self._scale: Tensor | None = None
+        self._divisor = WindowDivisor(Tensor())
         optimizer.add_observer(self)
 
     def _check(self) -> None:
@@ -564,7 +596,7 @@ class Telemetry(StepObserver):
 
     def _plan_anew(self) -> None:
         self._of_plan = self.optimizer.model_plan
-        self._planned = Planned(self.optimizer, self.by, self.spectral, self.noise)
+        self._planned = TelemetryPlan(self.optimizer, self.by, self.spectral, self.noise)
 
     @property
     def excluded_params(self) -> tuple[str, ...]:
@@ -600,7 +632,7 @@ class Telemetry(StepObserver):
         if not self._due:
             return
         planned = self._planned
-        gradients = [tensor.grad for tensor in planned.measured]
+        gradients = planned.gradients()
         found = torch.cat(
             [
                 squares(gradients, planned.device, planned.constants).view(1, -1),
@@ -608,10 +640,8 @@ class Telemetry(StepObserver):
             ]
         )
         self._gradients = planned.to_parameters(found)
-        self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
-        self._averaged, summed = data_ranks_of(self.optimizer)
-        self._count = window.count * summed
-        self._scale = window.scale
+        self._divisor = WindowDivisor.of(window, self.optimizer)
+        self._window = self._divisor.weights
         if planned.local is not None:
             weights = self._window.new_zeros(len(self._window), planned.local.data_ranks)
             weights[:, planned.local.data_rank] = self._window
@@ -642,7 +672,7 @@ class Telemetry(StepObserver):
         weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()
         rows = torch.stack([weights, self._gradients[0], changes, *self._gradients[1:]])
         with track_call("Telemetry", planned.registry):
-            totals = planned.summed(torch.cat([rows.view(-1), self._window.to(rows)]))
+            totals = world_sum(torch.cat([rows.view(-1), self._window.to(rows)]), planned.registry)
         self.last = self._figures(totals[: rows.numel()].view(rows.shape), totals[rows.numel() :], sigmas)
 
     # Figures ---------------------------------------------------------------------------------------------------------
@@ -656,16 +686,16 @@ class Telemetry(StepObserver):
         ``window`` has the other sums over all ranks: weights of the accumulation window per pipeline stage. With
         ``noise=`` also the weights per data rank, and |g_local|^2 per data rank.
         """
-        planned = self._planned
-        place = place_of(planned.registry)
-        inverse = inverse_weight(window[: place.stages], self._averaged, self._count)
-        if self._scale is not None:
-            inverse = inverse / self._scale.to(inverse)
+        planned, scale = self._planned, self._divisor.scale
+        stages = len(self._divisor.weights)
+        inverse = self._divisor.inverse(window[:stages])
+        if scale is not None:
+            inverse = inverse / scale.to(inverse)
         rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])
         by_label = planned.to_labels(rows)
-        norms, fractions = by_label[:3].sqrt(), planned.fractions(by_label[3:])
+        norms, fractions = by_label[:3].sqrt(), by_label[3:] / planned.elements
         values = [norms, norms[2:] / norms[:1], fractions]
-        kinds = (*KINDS[:3], "update_ratio", *KINDS[3:])
+        kinds = ("param_norm", "grad_norm", "update_norm", "update_ratio", "grad_zeros", "grad_underflow")
         names = [f"{kind}/{label}" for kind in kinds for label in planned.labels]
         flat = [torch.cat(values).view(-1)]
         if sigmas is not None and planned.spectral is not None:
@@ -673,22 +703,22 @@ class Telemetry(StepObserver):
             flat.append(sigmas.to(flat[0]))
         if self._running is not None:
             names += ["noise_scale", "noise_signal", "noise_trace"]
-            flat.append(self._noise(planned.of_local(rows[1]), window[place.stages :], place.stages, self._running))
+            flat.append(self._noise(planned.of_local(rows[1]), window[stages:], self._running))
         return Measurement(self.step, tuple(names), torch.cat(flat))
 
-    def _noise(self, big: Tensor, local: Tensor, stages: int, running: RunningScale) -> Tensor:
+    def _noise(self, big: Tensor, local: Tensor, running: RunningScale) -> Tensor:
         assert self.noise is not None
         assert self._planned.local is not None
-        ranks = self._planned.local.data_ranks
+        ranks, stages, divisor = self._planned.local.data_ranks, len(self._divisor.weights), self._divisor
         # only the pipeline stage that computes the loss has the weight of ``backward(weight=...)``; other stages have 0
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
-        scale = 1.0 if self._scale is None else self._scale.to(powers)
+        scale = 1.0 if divisor.scale is None else divisor.scale.to(powers)
         weighted = samples.sum() != 0
-        counted = torch.where(weighted, samples, torch.full_like(samples, self._count))
-        divisor = counted * scale
+        counted = torch.where(weighted, samples, torch.full_like(samples, divisor.count))
+        scaled = counted * scale
         if self.noise.samples is not None:
             counted = torch.full_like(samples, self.noise.samples)
-        small = (powers / divisor.square()).mean()
+        small = (powers / scaled.square()).mean()
         return running.add(estimates(small, big, counted.reciprocal().mean(), counted.sum().reciprocal()))
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -719,12 +749,10 @@ class Telemetry(StepObserver):
                 "Telemetry.state_dict()"
             )
         check_count(state["step"], "step")
-        if self._running is not None and state["noise"] is not None:
-            self._running.check_state(state["noise"])
-        if self._planned.spectral is not None and state["spectral"] is not None:
-            self._planned.spectral.check_state(state["spectral"])
+        pairs = [(self._running, state["noise"]), (self._planned.spectral, state["spectral"])]
+        given = [(part, saved) for part, saved in pairs if part is not None and saved is not None]
+        for part, saved in given:
+            part.check_state(saved)
         self.step = state["step"]
-        if self._running is not None and state["noise"] is not None:
-            self._running.load_state_dict(state["noise"])
-        if self._planned.spectral is not None and state["spectral"] is not None:
-            self._planned.spectral.load_state_dict(state["spectral"])
+        for part, saved in given:
+            part.load_state_dict(saved)

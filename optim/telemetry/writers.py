@@ -18,12 +18,28 @@ from typing import Any, TextIO, TypeVar
 from .monitor import Report
 from .telemetry import TOTAL
 
+Self_ = TypeVar("Self_", bound="ClosedAtExit")
+
+
+class ClosedAtExit:
+    """Base class of context managers that call `close` at the end of the ``with`` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: Self_) -> Self_:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 # Files with one line per report; a resumed run appends to them --------------------------------------------------------
 
-Self_ = TypeVar("Self_", bound="ReportFile")
 
-
-class ReportFile:
+class ReportFile(ClosedAtExit):
     """Base class of `Monitor` callbacks that append each report as a line to a file.
 
     Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
@@ -85,14 +101,6 @@ class ReportFile:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self: Self_) -> Self_:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # CSV ------------------------------------------------------------------------------------------------------------------
@@ -183,8 +191,7 @@ class JsonLines(ReportFile):
         self._write(json.dumps(line, allow_nan=False) + "\n")
 
     def _step(self, line: str) -> int | None:
-        found = _read(line)
-        return None if found is None else int(found["step"])
+        return step_of_json(line)
 
 
 def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
@@ -211,6 +218,12 @@ def _read(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
+def step_of_json(line: str) -> int | None:
+    """Return the entry ``"step"`` of a line with a JSON object; None if the line has none."""
+    found = _read(line)
+    return None if found is None else int(found["step"])
+
+
 def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
     """Return the values of a report as floats; None if ``report`` is None or a value can't be converted."""
     try:
@@ -222,7 +235,7 @@ def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
 # TensorBoard ----------------------------------------------------------------------------------------------------------
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(ClosedAtExit):
     """`Monitor` callback that writes each report's numbers to TensorBoard.
 
     Use it as a context manager, or call `close`.
@@ -260,19 +273,11 @@ class TensorBoardWriter:
             self._writer.close()
             self._writer = None
 
-    def __enter__(self) -> TensorBoardWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 # Weights & Biases -----------------------------------------------------------------------------------------------------
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(ClosedAtExit):
     """`Monitor` callback that logs each report's numbers to Weights & Biases.
 
     Use it as a context manager, or call `close`.
@@ -317,9 +322,6 @@ class WeightsAndBiases:
             self._run.finish(exit_code=exit_code)
             self._run = None
 
-    def __enter__(self) -> WeightsAndBiases:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -333,7 +335,7 @@ HISTORY = 24  # number of reports that a curve in the terminal shows
 FIRST = ("loss", "grad_norm")
 
 
-class Terminal:
+class Terminal(ClosedAtExit):
     """`Monitor` callback that shows reports in the terminal. Use it as a context manager, or call `close`.
 
     It shows a live table if ``file`` is a terminal with Unicode and the package rich is installed (extra
@@ -398,14 +400,6 @@ class Terminal:
         if self._live is not None:
             self._live.stop()
         self._live, self._started = None, False
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _can_write(file: TextIO, text: str) -> bool:

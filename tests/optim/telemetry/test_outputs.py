@@ -19,7 +19,7 @@ import forked_python
 import pytest
 import torch
 from meshstep.optim import CsvFile, Flops, JsonLines, Monitor, ParallelOptimizer, Report, Terminal, WeightsAndBiases
-from meshstep.optim.telemetry.command import main
+from meshstep.optim.__main__ import main
 from meshstep.optim.telemetry.page import Scale, chart, number, page, thinned
 from meshstep.optim.telemetry.writers import drawn, read_json_lines
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare

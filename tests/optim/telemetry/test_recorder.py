@@ -13,8 +13,8 @@ import pytest
 import torch
 from dense import collectives
 from meshstep.optim import ParallelOptimizer, Recorder, Telemetry, Tolerances, compare_runs
+from meshstep.optim.__main__ import main
 from meshstep.optim.telemetry import tensor_digest
-from meshstep.optim.telemetry.command import main
 from meshstep.optim.telemetry.recording import read_recording
 from meshstep.optim.telemetry.tensor_digest import Digests, digest, hash_words, joined_hash, row_hashes
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare

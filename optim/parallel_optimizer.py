@@ -611,7 +611,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     self._update(decision)
                 if self.loss_scale is not None:
                     self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
-                problem = window.take_error() or problem or decision.problem or self._states.take_error()
+                window_error, observer_error = window.take_error(), self._states.take_error()  # both: none may stay
+                problem = window_error or problem or decision.problem or observer_error
                 self._finish_window(decision)
             if reason is not None:
                 # Raised after the update of the loss scale, so that a caller may catch the error and go on.

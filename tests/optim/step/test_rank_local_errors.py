@@ -530,6 +530,29 @@ def test_observer_error_around_update_on_one_rank_skips_no_update(
     assert skipped == also_skipped == 0
 
 
+def threshold_and_observer_errors() -> list[str]:
+    failing = FailingObserver("after update")
+
+    def plant(run: Run) -> None:
+        failing.fails = True
+        run.optimizer.optimizer.param_groups[0]["max_norm"] = Unreadable()
+
+    def repair(run: Run) -> None:
+        failing.fails = False
+        run.optimizer.optimizer.param_groups[0]["max_norm"] = 1.0
+
+    run = Run(plant, repair, thresholds=True, prepare=lambda run: run.optimizer.add_observer(failing))
+    return run.train(True, BAD + LAG)[0]
+
+
+def test_observer_error_in_a_step_with_an_earlier_error_is_not_raised_by_the_next_step(world: World) -> None:
+    first, last = world.run(2, threshold_and_observer_errors)
+    assert first == ["moved"] * BAD + ["kept"] + ["moved"] * (LAG - 1)
+    assert last[BAD].startswith("kept ")
+    assert "max_norm" in last[BAD]
+    assert last[BAD + 1 :] == ["moved"] * (LAG - 1)
+
+
 # Rules of one rank whose norms need another collective ----------------------------------------------------------------
 
 

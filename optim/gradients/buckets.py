@@ -50,6 +50,7 @@ ALIGNMENT = 8
 """Alignment of parameters, slices and segments in a flat buffer, in elements.
 
 Eight half-precision elements are 16 bytes, which GPU kernels and collectives load at once from aligned addresses.
+`norm.exact_norm` also needs the value: shards must begin at multiples of its chunk length.
 """
 
 
@@ -233,8 +234,8 @@ class GradientBucket:
     Args:
         layout: The layout of the flat buffer. For `reduce_scatter` it has one slice per rank of the group.
         dtype: Dtype of the buffer.
-        scale: Factor on each rank's gradients before the sum. Averages are divided here and not after the sum, so that
-            the sum overflows less easily in half precision.
+        scale: Factor on each rank's gradients before the sum. With 1 / (number of ranks) here and not after the sum, an
+            average overflows less easily in half precision.
         adopt: True: after an all-reduce, the gradients of contiguous parameters become views of the flat buffer, which
             saves a copy. Do not use it if other code holds a reference to a gradient tensor. False: only gradients with
             another dtype than the buffer become views.

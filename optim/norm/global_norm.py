@@ -4,9 +4,10 @@
 
 The *power* of a tensor is the sum of |x|^p over its elements. Each rank computes the powers of its shards, and divides
 the power of a shard by the number of ranks that hold the same shard. The packed vector has one power per param group.
-On request it also has one power per parameter or unit (such as a row of a weight), and powers of the weights. One
-all-reduce sums the vector over all ranks. Its length is equal on all ranks, whichever shards a rank holds. A NaN or inf
-in any gradient makes the sum NaN or inf, so the vector needs no element for an overflow flag.
+On request it also has one power per parameter or unit (such as a row of a weight), and powers of the weights. Other
+parts of the step append fields to it, such as the window's total weight. One all-reduce sums the vector over all ranks.
+Its length is equal on all ranks, whichever shards a rank holds. A NaN or inf in any gradient makes the sum NaN or inf,
+so the vector needs no element for an overflow flag.
 
 For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers often leave float64's range. In
 both cases one all-gather collects norms instead of powers, and every rank combines them.

@@ -52,8 +52,9 @@ class ParameterEntry:
         shape: Shape of this rank's shard.
         group: Index of the parameter's param group. Default: 0.
         dtype: Dtype of the parameter. Default: float32.
-        averaged: For a DTensor, the axes of its device mesh: gradient reduction does not average over them, because the
-            gradients of DTensors are already averaged. Default: none.
+        averaged: The axes that gradient reduction leaves out: those of a DTensor's device mesh, and those over which
+            optimizer states are sharded. The gradient is reduced over them elsewhere, or is equal along them. Default:
+            none.
         trained: False: the parameter is frozen. Default: True.
         full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as
             this rank's. None (default): not known.
@@ -300,7 +301,7 @@ class NormBucket:
 @renamed_members(holders="num_replicas", weights="replica_weights", cut_over="sharded_over")
 @dataclass(frozen=True)
 class ReductionPlan:
-    """The reduction plan of one rank: how the global gradient norm is summed over ranks. It needs no process groups.
+    """The reduction plan of one rank: how gradients and the global norm are summed over ranks. It needs no process groups.
 
         entries = [ParameterEntry("weight", P("tensor"), shape=(4, 8)), ParameterEntry("bias", P(), shape=(8,))]
         print(ReductionPlan.of(entries, Topology(data=2, tensor=2), rank=0))

@@ -353,6 +353,9 @@ class ParamTransform:
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Move gradients from the replaced tensors to their replacements, at the end of a window.
 
+        A transform that replaces parameters by shards reduces their gradients here. Collectives: none, or those of the
+        transform, the same on all ranks.
+
         Args:
             window: The accumulation window that ends.
             averaged: False if torch's data parallelism should have averaged the gradients over the data axes, but did

@@ -3,8 +3,9 @@
     ZeRO-1    gradient buckets --reduce-scatter--> this rank's slices, stepped --all-gather--> parameters
     ZeRO-2    as ZeRO-1, but most buckets are reduced as soon as backward has filled them; then gradients are freed
 
-An all-reduce consists of a reduce-scatter and an all-gather. So in ZeRO-1 the communication volume is the same as with
-replicated data parallelism. With an axis of size N, each rank does 1 / N of the update's work on the sharded parameters,
+An all-reduce consists of a reduce-scatter and an all-gather. So if gradients and parameters have the same dtype, the
+communication volume of ZeRO-1 is that of replicated data parallelism. With float32 gradients and bfloat16 parameters it
+is three quarters of it. With an axis of size N, each rank does 1 / N of the update's work on the sharded parameters,
 and stores 1 / N of their optimizer states and masters, apart from padding of a few elements per parameter.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.

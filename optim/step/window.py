@@ -4,7 +4,8 @@ With ``accumulation_steps`` (managed accumulation) the number of micro-batches p
 decides when to step. A window has these phases:
 
     open --begin--> accumulating --complete--> complete --clip--> clipped --close--> open
-                    a backward that raises --> broken --clear--> open
+    open --complete, after `loss.backward()` without the optimizer--> complete
+                    a backward that raises --> broken --clear--> open; a step does not end this phase
 
 The gradient of a window is the mean over all of its samples or tokens, however they are distributed over micro-batches
 and data ranks:

@@ -49,7 +49,7 @@ from ..layers.embedding import Classifier2D, Embedding2D
 from ..layers.tensor_2d import Linear2D
 from ..layers.tensor_3d import DiagonalTable, Embedding3D, Linear3D
 from ..layout.annotation import annotation_of
-from ..layout.shard import joined_in_order, local_index, local_shape, spans_of_pieces
+from ..layout.shard import joined_in_order, local_index
 from ..layout.spec import P, Span
 from ..mesh.collectives import (
     Over,
@@ -120,13 +120,20 @@ class AdapterLayout:
         return P().with_dims([self.second.joint_dim_axes(0)], partial=self.second.partial, blocks=self.second.blocks)
 
     @property
+    def specs(self) -> dict[str, P]:
+        return {"A": self.first, "B": self.second, "magnitude": self.magnitude}
+
+    @property
     def reduced_axes(self) -> Axes:
         """Return the axes that shard the input features of the weight. DoRA sums the squares of a weight row over them."""
         return ()
 
     def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
         """Return (dim, full length, spans of this rank's shard) for each dim of ``input`` that the layer's axes shard."""
-        return [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
+        shards = [self._even_shard(input, 0, self.batch_axes)] if self.batch_axes else []
+        if input.size(-1) != self.in_features:
+            shards.append((-1, self.in_features, self._feature_spans()))
+        return shards
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
         """Return the triple of `input_shards` for a dim that ``axes``, slowest first, shard evenly."""
@@ -135,12 +142,14 @@ class AdapterLayout:
             index = index * self.registry.size(axis) + self.registry.coordinate[axis]
         return dim, length * self.registry.size(*axes), ((index * length, length),)
 
-    def _feature_shard(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        """Return the triple of `input_shards` for the last dim, in a list; [] if no axis shards the dim."""
-        if input.size(-1) == self.in_features:
-            return []
-        where = self.registry.topology, self.registry.coordinate
-        return [(-1, self.in_features, without_axes(self.first, self.stacked).spans(1, self.in_features, *where))]
+    def _feature_spans(self) -> Sequence[Span]:
+        """Return the (offset, length) pairs of the input features that this rank's shard of A multiplies."""
+        return self.first.spans(1, self.in_features, self.registry.topology, self.registry.coordinate)
+
+    def _own_rows(self, full: Tensor, axis: str) -> Tensor:
+        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``."""
+        ((offset, length),) = P(axis).spans(0, full.size(0), self.registry.topology, self.registry.coordinate)
+        return full.narrow(0, offset, length)
 
     def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns of A and the rows of B that belong to this rank's shard of the weight."""
@@ -155,9 +164,9 @@ class AdapterLayout:
         bias = getattr(base, "bias", None)
         return None if bias is None else local_tensor(bias)
 
-    def full_shapes(self, r: int) -> tuple[tuple[int, ...], ...]:
-        """Return the full shapes of A, B and DoRA's magnitudes. ``r`` is the adapter's rank in LoRA's sense."""
-        return (r, self.in_features), (self.out_features, r), (self.out_features,)
+    def full_shapes(self, r: int) -> dict[str, tuple[int, ...]]:
+        """Return the full shapes of "A", "B" and DoRA's "magnitude". ``r`` is the adapter's rank in LoRA's sense."""
+        return {"A": (r, self.in_features), "B": (self.out_features, r), "magnitude": (self.out_features,)}
 
     def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
         """Return ``B @ A @ input``, sharded like the base layer's ``output``, from this rank's shards of A and B."""
@@ -212,7 +221,7 @@ class ColumnLayout(AdapterLayout):
         if like.size(-1) == output.size(-1):
             return output
         output = gather_from(output, self.registry, *self.axes, dim=-1)
-        return joined_in_order(output, -1, spans_of_pieces(self.out_features, 0, self.second, self.registry.topology))
+        return joined_in_order(output, self.second, self.registry.topology)
 
 
 @dataclass(frozen=True)
@@ -236,21 +245,12 @@ class RowLayout(AdapterLayout):
     def communicating_axes(self) -> Axes:
         return self.axes
 
-    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        return [*super().input_shards(input), *self._feature_shard(input)]
-
     @property
     def reduced_axes(self) -> Axes:
         return self.axes
 
     def enter(self, input: Tensor) -> Tensor:
-        (features,) = local_shape(
-            (self.in_features,),
-            P().with_dims([self.first.joint_dim_axes(1)], partial=(), blocks=self.first.blocks),
-            self.registry.topology,
-            self.registry.coordinate,
-        )
-        if input.size(-1) == features:
+        if input.size(-1) == sum(length for _, length in self._feature_spans()):
             return input
         return scatter_to(input, self.registry, *self.axes, dim=-1)
 
@@ -277,9 +277,6 @@ class GridLayout(AdapterLayout):
     def communicating_axes(self) -> Axes:
         return self.row, self.col
 
-    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        return [*super().input_shards(input), *self._feature_shard(input)]
-
     @property
     def reduced_axes(self) -> Axes:
         return (self.row,) if self.is_transposed_weight else (self.col,)
@@ -289,28 +286,19 @@ class GridLayout(AdapterLayout):
             return a, b
         if self.is_transposed_weight:  # the weight's input features are sharded over `row`, those of A over `col`
             a = all_gather_to(a, self.registry, self.col, dim=1, length=self.in_features)
-            return self._own_rows(a.t()).t(), b
-        return a, self._own_rows(all_gather_to(b, self.registry, self.col, dim=0, length=self.out_features))
+            return self._own_rows(a.t(), self.row).t(), b
+        return a, self._own_rows(all_gather_to(b, self.registry, self.col, dim=0, length=self.out_features), self.row)
 
     def norms_of_output(self, norms: Tensor) -> Tensor:
         if self.is_transposed_weight:
             return norms
-        return self._own_rows(
-            all_gather_to(norms, self.registry, self.row, dim=0, length=self.out_features), axis=self.col
-        )
+        return self._own_rows(all_gather_to(norms, self.registry, self.row, dim=0, length=self.out_features), self.col)
 
     def added_bias(self, base: nn.Module) -> Tensor | None:
         if isinstance(base, Linear2D):
             return base._column_bias()
         bias = getattr(base, "bias", None)
         return None if bias is None else copy_to(bias, self.registry, self.row)
-
-    def _own_rows(self, full: Tensor, axis: str | None = None) -> Tensor:
-        """Return the chunk of ``full`` along dim 0 for this rank's coordinate on ``axis``; None: on `self.row`."""
-        ((offset, length),) = P(axis or self.row).spans(
-            0, full.size(0), self.registry.topology, self.registry.coordinate
-        )
-        return full.narrow(0, offset, length)
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
@@ -337,23 +325,16 @@ class CubeLayout(AdapterLayout):
     def communicating_axes(self) -> Axes:
         return self.input, self.output
 
-    def input_shards(self, input: Tensor) -> list[tuple[int, int, Sequence[Span]]]:
-        return [*super().input_shards(input), *self._feature_shard(input)]
-
     @property
     def reduced_axes(self) -> Axes:
         return self.output, self.weight
 
     def factors_of_weight(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return self._own_rows(a.t()).t(), b
+        return self._own_rows(a.t(), self.weight).t(), b
 
     def added_bias(self, base: nn.Module) -> Tensor | None:
         bias = getattr(base, "bias", None)
         return None if bias is None else copy_to(bias, self.registry, self.weight, self.output)
-
-    def _own_rows(self, rows: Tensor) -> Tensor:
-        ((offset, length),) = P(self.weight).spans(0, rows.size(0), self.registry.topology, self.registry.coordinate)
-        return rows.narrow(0, offset, length)
 
     def join(self, hidden: Tensor) -> Tensor:
         hidden = all_gather_to(hidden, self.registry, self.input, dim=0)
@@ -420,8 +401,8 @@ def layout_of(
         )
     sizes = _features(base, weight, spec, topology, inner, is_embedding)
     outer, inner_dim = (1, 0) if is_embedding else (0, 1)
-    first = _spec(spec, [(), inner_dim], inner, stacked)
-    second = _spec(spec, [outer, ()], inner, stacked)
+    first = _spec(spec, [None, inner_dim], inner, stacked)
+    second = _spec(spec, [outer, None], inner, stacked)
     common: dict[str, Any] = {
         "is_embedding": is_embedding,
         "is_transposed_weight": is_embedding,
@@ -483,9 +464,7 @@ def without_axes(spec: P, axes: Iterable[str]) -> P:
     """
     axes = {*axes}
     dims = [[part for part in spec.joint_dim_axes(dim) if axes.isdisjoint(part)] for dim in range(len(spec.entries))]
-    kept = {axis for parts in dims for part in parts for axis in part}
-    blocks = [pair for pair in spec.blocks if pair[0] in kept]
-    return P().with_dims(dims, partial=spec.partial, blocks=blocks)
+    return P().with_dims(dims, partial=spec.partial, blocks=spec.blocks)
 
 
 def mesh_axes_of(param: Any, topology: Topology) -> set[str]:
@@ -503,7 +482,7 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     compared. With one rank nothing is checked. ``factors`` are A, B and, with DoRA, the magnitudes.
     """
     topology = layout.registry.topology
-    for (name, param), expected in zip(factors, (layout.first, layout.second, layout.magnitude), strict=False):
+    for (name, param), expected in zip(factors, layout.specs.values(), strict=False):
         if topology.world_size == 1:
             return
         try:
@@ -534,20 +513,19 @@ def _shards(spec: P, topology: Topology, without: Axes) -> object:
     return dims, spec.owned
 
 
-def _spec(spec: P, dims: Sequence[int | tuple[()]], inner: Axes, stacked: Axes) -> P:
+def _spec(spec: P, dims: Sequence[int | None], inner: Axes, stacked: Axes) -> P:
     """Return the spec of a factor of an adapter, from the ``spec`` of the weight.
 
-    ``dims`` has, per dim of the factor, the dim of the weight whose axes shard it, or () if no axis shards it. ``inner``
+    ``dims`` has, per dim of the factor, the dim of the weight whose axes shard it, or None if no axis shards it. ``inner``
     are the axes over which the layer itself is sharded. ``stacked`` are the axes along which experts differ; they shard
     dim 0 of the factor before other axes.
     """
     entries: list[list[tuple[str, ...]]] = []
     for dim in dims:
-        parts = [] if dim == () else [part for part in spec.joint_dim_axes(dim) if {*part} <= {*inner}]  # type: ignore[arg-type]
-        entries.append(parts)
+        parts = () if dim is None else spec.joint_dim_axes(dim)
+        entries.append([part for part in parts if {*part} <= {*inner}])
     entries[0] = [*((axis,) for axis in stacked), *entries[0]]
-    kept = {axis for parts in entries for part in parts for axis in part}
-    return P().with_dims(entries, partial=spec.partial, blocks=[pair for pair in spec.blocks if pair[0] in kept])
+    return P().with_dims(entries, partial=spec.partial, blocks=spec.blocks)
 
 
 def _tensor_axes(base: nn.Module, spec: P, topology: Topology, stacked: Axes) -> Axes:
@@ -636,7 +614,7 @@ def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLay
     sizes = base.in_features, base.out_features if isinstance(base, Linear2D) else base.classes
     partial = (row, *spec.partial)
     first = P(None, col, partial=partial)
-    second = P().with_dims([[(col,)]], partial=partial, blocks=[pair for pair in spec.blocks if pair[0] == col])
+    second = P().with_dims([[(col,)]], partial=partial, blocks=spec.blocks)
     batch = (*spec.partial, row)
     return GridLayout(
         registry, *sizes, first, second, is_transposed_weight=is_linear, batch_axes=batch, row=row, col=col

@@ -16,28 +16,32 @@ from .adapter_layout import AroundBase
 _PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
 
 
-class Pair(NamedTuple):
-    """The factors of an adapter that a user has written.
+class Factor(NamedTuple):
+    """A factor of an adapter, or DoRA's magnitudes.
 
     Attributes:
-        attributes: Names of the attributes of the factors A and B.
-        first, second: The factors A [r, in] and B [out, r].
-        modules: The modules that multiply by A and by B; None for a factor that is a parameter.
-        base: The only other layer of the module.
+        name: Name of the parameter.
+        param: The parameter.
+        module: The module that multiplies by the factor; None for a factor that is a parameter of another module.
     """
 
-    attributes: tuple[str, str]
-    first: Tensor
-    second: Tensor
-    modules: tuple[nn.Module | None, nn.Module | None]
+    name: str
+    param: Tensor
+    module: nn.Module | None = None
+
+
+class Pair(NamedTuple):
+    """The factors "A" [r, in] and "B" [out, r] of an adapter that a user has written, and the layer that they adapt."""
+
+    factors: dict[str, Factor]
     base: Any
 
 
 def pair_of(module: nn.Module) -> Pair | None:
     """Return the factors that ``module`` has as attributes such as A and B, beside one other layer; None without them."""
     for first, second in _PAIRS:
-        (a, a_module), (b, b_module) = (_factor(module, attribute) for attribute in (first, second))
-        if a is None or b is None or a.dim() != 2 or b.dim() != 2:
+        a, b = _factor(module, first), _factor(module, second)
+        if a is None or b is None or a.param.dim() != 2 or b.param.dim() != 2:
             continue
         others = [
             child
@@ -45,16 +49,18 @@ def pair_of(module: nn.Module) -> Pair | None:
             if attribute not in (first, second) and isinstance(getattr(child, "weight", None), Tensor)
         ]
         if len(others) == 1:
-            return Pair((first, second), a, b, (a_module, b_module), others[0])
+            return Pair({"A": a, "B": b}, others[0])
     return None
 
 
-def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module | None]:
+def _factor(module: nn.Module, attribute: str) -> Factor | None:
     found = getattr(module, attribute, None)
     if isinstance(found, nn.Parameter):
-        return found, None
+        return Factor(attribute, found)
     weight = getattr(found, "weight", None)
-    return (weight, found) if isinstance(found, nn.Module) and isinstance(weight, nn.Parameter) else (None, None)
+    if isinstance(found, nn.Module) and isinstance(weight, nn.Parameter):
+        return Factor(f"{attribute}.weight", weight, found)
+    return None
 
 
 def is_of_peft(module: nn.Module) -> bool:
@@ -90,7 +96,7 @@ def freeze(model: nn.Module) -> nn.Module:
         elif is_of_peft(module):
             kept |= {id(param) for name, param in module.named_parameters() if name.startswith("lora_")}
         elif (pair := pair_of(module)) is not None and not pair.base.weight.requires_grad:
-            kept |= {id(pair.first), id(pair.second)}
+            kept |= {id(factor.param) for factor in pair.factors.values()}
     for param in model.parameters():
         if id(param) not in kept:
             param.requires_grad_(False)

@@ -7,7 +7,7 @@ PEFT is not imported: its layers are found by their attributes ``lora_A``, ``lor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ from .adapter_layout import (
     weight_spec,
     without_axes,
 )
-from .adapter_search import is_of_peft, pair_of, saved_modules
+from .adapter_search import Factor, is_of_peft, pair_of, saved_modules
 from .grouped_lora import GroupedLoRA
-from .lora import LoRA
+from .lora import FACTORS, LoRA
 
 _EXPERT_AXES = "_meshstep_expert_axes"  # attribute of an adapter's module: `expert_axes` of `declare_adapters`
 _INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
@@ -48,11 +48,8 @@ class Adapter(NamedTuple):
 
     Attributes:
         name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
-        first, second: The factors A [r, in] and B [out, r]; of several experts, with the shapes that `GroupedLoRA`
-            describes.
-        magnitude: DoRA's magnitudes; None without DoRA.
-        names: Names of A, B and the magnitudes in the model. Without DoRA the last name is unused, and may be missing.
-        modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
+        factors: The factors "A" [r, in] and "B" [out, r], and with DoRA the magnitudes, "magnitude" [out], with their
+            names in the model. The factors of several experts have the shapes that `GroupedLoRA` describes.
         key: PEFT's name of the adapter; None for other adapters.
         layout: The layout of an adapter of meshstep; None for other adapters.
         parameter: Name of the parameter in ``base`` that a `GroupedLoRA` adapts; None for other adapters.
@@ -61,12 +58,8 @@ class Adapter(NamedTuple):
     name: str
     module: nn.Module
     base: nn.Module
-    first: Tensor
-    second: Tensor
-    magnitude: Tensor | None
-    names: tuple[str, ...]
-    modules: tuple[nn.Module | None, nn.Module | None]
-    key: str | None
+    factors: dict[str, Factor]
+    key: str | None = None
     layout: AdapterLayout | None = None
     parameter: str | None = None
 
@@ -111,10 +104,9 @@ def declare_adapters(
     for adapter in adapters_of(model):
         layout = _layout(adapter, registry, sequence_parallel, expert_axes)
         _check_forward(adapter, layout)
-        fulls = layout.full_shapes(adapter.second.size(-1))
-        specs = layout.first, layout.second, layout.magnitude
-        params = [param for param in (adapter.first, adapter.second, adapter.magnitude) if param is not None]
-        for param, name, spec, full in zip(params, adapter.names, specs, fulls, strict=False):
+        fulls = layout.full_shapes(adapter.factors["B"].param.size(-1))
+        for kind, (name, param, _) in adapter.factors.items():
+            spec, full = layout.specs[kind], fulls[kind]
             _check_shape(param, name, spec, full, layout, _INSTEAD if adapter.key is None else _INSTEAD_OF_PEFT)
             decided[name] = (param, spec, None if layout.stacked else full)
     saved = list(saved_modules(model))
@@ -144,10 +136,7 @@ def derived_layout(adapter: Adapter, registry: ProcessGroupRegistry) -> AdapterL
     A factor that is declared with other shards than the base layer requires raises ValueError.
     """
     layout = _layout(adapter, registry, None, getattr(adapter.module, _EXPERT_AXES, ()))
-    params = (adapter.first, adapter.second, adapter.magnitude)
-    check_specs(
-        ((name, param) for name, param in zip(adapter.names, params, strict=False) if param is not None), layout
-    )
+    check_specs(((factor.name, factor.param) for factor in adapter.factors.values()), layout)
     return layout
 
 
@@ -159,76 +148,54 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, LoRA):
-            names = tuple(f"{prefix}{factor}" for factor in ("lora_A", "lora_B", "lora_magnitude_vector"))
-            parts = module.lora_A, module.lora_B, module.lora_magnitude_vector
-            yield Adapter(name, module, module.base_layer, *parts, names, (None, None), None, module._layout)
+            params = {kind: getattr(module, attribute) for kind, attribute in FACTORS.items()}
+            factors = {
+                kind: _factor(prefix + FACTORS[kind], param) for kind, param in params.items() if param is not None
+            }
+            yield Adapter(name, module, module.base_layer, factors, layout=module._layout)
         elif isinstance(module, GroupedLoRA):
             for each, layout in module._layouts.items():
-                names = f"{prefix}lora_A.{each}", f"{prefix}lora_B.{each}"
-                factors = module.lora_A[each], module.lora_B[each], None
-                yield Adapter(name, module, module.base_layer, *factors, names, (None, None), None, layout, each)
+                factors = {
+                    "A": _factor(f"{prefix}lora_A.{each}", module.lora_A[each]),
+                    "B": _factor(f"{prefix}lora_B.{each}", module.lora_B[each]),
+                }
+                yield Adapter(name, module, module.base_layer, factors, layout=layout, parameter=each)
         elif is_of_peft(module):
             yield from _peft_adapters(name, prefix, module)
-        else:
-            yield from _plain_pair(name, prefix, module)
+        elif (pair := pair_of(module)) is not None:
+            factors = {kind: factor._replace(name=prefix + factor.name) for kind, factor in pair.factors.items()}
+            yield Adapter(name, module, pair.base, factors)
 
 
 def _peft_adapters(name: str, prefix: str, module: Any) -> Iterator[Adapter]:
     base = module.get_base_layer() if hasattr(module, "get_base_layer") else module.base_layer
-    magnitudes: Mapping[str, Any] = getattr(module, "lora_magnitude_vector", None) or {}
-    for key in module.lora_A:
-        a, b = module.lora_A[key], module.lora_B[key]
-        names = (f"{prefix}lora_A.{key}.weight", f"{prefix}lora_B.{key}.weight")
-        yield _with_magnitude(name, prefix, module, base, a.weight, b.weight, magnitudes, names, (a, b), key)
-    for key in getattr(module, "lora_embedding_A", None) or {}:
-        a, b = module.lora_embedding_A[key], module.lora_embedding_B[key]
-        names = (f"{prefix}lora_embedding_A.{key}", f"{prefix}lora_embedding_B.{key}")
-        yield _with_magnitude(name, prefix, module, base, a, b, magnitudes, names, (None, None), key)
+    magnitudes = getattr(module, "lora_magnitude_vector", None) or {}
+    for first, second in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+        for key in getattr(module, first, None) or {}:
+            factors = {
+                "A": _factor(f"{prefix}{first}.{key}", getattr(module, first)[key]),
+                "B": _factor(f"{prefix}{second}.{key}", getattr(module, second)[key]),
+            }
+            if key in magnitudes:
+                factors["magnitude"] = _factor(f"{prefix}lora_magnitude_vector.{key}", magnitudes[key])
+            yield Adapter(name, module, base, factors, key)
 
 
-def _with_magnitude(
-    name: str,
-    prefix: str,
-    module: nn.Module,
-    base: nn.Module,
-    a: Tensor,
-    b: Tensor,
-    magnitudes: Mapping[str, Any],
-    names: tuple[str, str],
-    modules: tuple[nn.Module | None, nn.Module | None],
-    key: str,
-) -> Adapter:
-    vector = magnitudes[key] if key in magnitudes else None  # noqa: SIM401 (a ModuleDict has no get)
-    if isinstance(vector, nn.Module):
-        weight: Any = vector.weight
-        more: tuple[str, ...] = (f"{prefix}lora_magnitude_vector.{key}.weight",)
-    else:
-        weight, more = vector, (f"{prefix}lora_magnitude_vector.{key}",)
-    return Adapter(name, module, base, a, b, weight, (*names, *more), modules, key)
-
-
-def _plain_pair(name: str, prefix: str, module: nn.Module) -> Iterator[Adapter]:
-    pair = pair_of(module)
-    if pair is not None:
-        names = tuple(
-            f"{prefix}{attribute}{'' if part is None else '.weight'}"
-            for attribute, part in zip(pair.attributes, pair.modules, strict=True)
-        )
-        yield Adapter(name, module, pair.base, pair.first, pair.second, None, names, pair.modules, None)
+def _factor(name: str, part: Any) -> Factor:
+    """Return the factor that is the parameter ``part``, or the weight of the module ``part``."""
+    is_module = isinstance(part, nn.Module)
+    return Factor(f"{name}.weight", part.weight, part) if is_module else Factor(name, part)
 
 
 # Specs, constant norms and random factors for `prove` -----------------------------------------------------------------
 
 
 def derived_specs(model: nn.Module) -> dict[str, P]:
-    """Return the specs of the factors of all `LoRA` and `GroupedLoRA` modules by name, derived from the base layers.
-
-    For each `LoRA` module, the dict also has the spec and the name of DoRA's magnitudes, even without DoRA.
-    """
+    """Return the specs of the factors of all `LoRA` and `GroupedLoRA` modules by name, derived from the base layers."""
     found: dict[str, P] = {}
     for adapter in adapters_of(model):
         if (layout := adapter.layout) is not None:
-            found |= zip(adapter.names, (layout.first, layout.second, layout.magnitude), strict=False)
+            found |= {factor.name: layout.specs[kind] for kind, factor in adapter.factors.items()}
     return found
 
 
@@ -275,9 +242,10 @@ def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int =
     def find() -> tuple[dict[str, Tensor], tuple[dict[str, bool], list[str]]]:
         adapters = [*adapters_of(model)]
         factors = {
-            name: param
+            factor.name: factor.param
             for adapter in adapters
-            for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
+            for kind, factor in adapter.factors.items()
+            if kind != "magnitude"
         }
         zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
         return factors, (zero, [adapter.name for adapter in adapters if is_merged(adapter.module)])
@@ -358,7 +326,8 @@ def _layout_of_grouped(adapter: Adapter, registry: ProcessGroupRegistry) -> Adap
             "(target_parameters) has the size of the full parameter; leave it out of target_parameters, and use add_lora "
             "of meshstep.parallel with the name of this parameter"
         )
-    return AdapterLayout(registry, adapter.first.size(1), adapter.second.size(0), P(), P())
+    in_features, out_features = adapter.factors["A"].param.size(1), adapter.factors["B"].param.size(0)
+    return AdapterLayout(registry, in_features, out_features, P(), P())
 
 
 def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
@@ -368,7 +337,7 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
     over = " x ".join(f"{axis}={layout.registry.size(axis)}" for axis in layout.axes)
     if layout.registry.size(*layout.axes) == 1:
         return
-    first, second = adapter.modules
+    first, second = adapter.factors["A"].module, adapter.factors["B"].module
     if layout.is_embedding:
         raise ValueError(
             f"{adapter.name}: PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A, but the table is "

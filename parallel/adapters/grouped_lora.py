@@ -50,8 +50,8 @@ class GroupedLayout(AdapterLayout):
 
     experts: int = 1
 
-    def full_shapes(self, r: int) -> tuple[tuple[int, ...], ...]:
-        return (self.experts, r, self.in_features), (self.experts, self.out_features, r)
+    def full_shapes(self, r: int) -> dict[str, tuple[int, ...]]:
+        return {"A": (self.experts, r, self.in_features), "B": (self.experts, self.out_features, r)}
 
 
 class GroupedLoRA(AroundBase):
@@ -124,13 +124,12 @@ class GroupedLoRA(AroundBase):
             weight = base.get_parameter(each)
             drawn: dict[str, Any] = {"device": weight.device, "dtype": dtype or weight.dtype}
             generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(f"{name}.{each}".encode()))
-            shape_a, shape_b = layout.full_shapes(r)
             full = [
                 draw_linear(layout.in_features, r, bias=False, generator=generator, **drawn)[0]
-                for _ in range(shape_a[0])
+                for _ in range(layout.experts)
             ]
             self.lora_A[each] = keep_shard(torch.stack(full), layout.first, registry)
-            self.lora_B[each] = keep_shard(torch.zeros(shape_b, **drawn), layout.second, registry)
+            self.lora_B[each] = keep_shard(torch.zeros(layout.full_shapes(r)["B"], **drawn), layout.second, registry)
         # Hooks set the adapted weights, because the hooks of `fully_shard` that gather the parameters run before them.
         self._hooks = (
             base.register_forward_pre_hook(self._set_adapted),
@@ -213,12 +212,12 @@ class GroupedLoRA(AroundBase):
             unshard(local_tensor(param), spec_of(param, topology), layout.registry).double() for _, param in factors
         )
         spec = weight_spec(self.base_layer.get_parameter(name), topology)
-        shape = layout.out_features, layout.in_features
-        dims = (2, 1) if layout.is_transposed_weight else (1, 2)
-        out, inputs = (spec.spans(dim, size, topology, coordinate) for dim, size in zip(dims, shape, strict=True))
+        out, inputs = (2, 1) if layout.is_transposed_weight else (1, 2)
+        out_spans = spec.spans(out, layout.out_features, topology, coordinate)
+        in_spans = spec.spans(inputs, layout.in_features, topology, coordinate)
         experts = spec.spans(0, layout.experts, topology, coordinate)
         a, b = (elements_at(factor, 0, experts) for factor in (a, b))
-        change = self.scaling * elements_at(b, 1, out) @ elements_at(a, 2, inputs)
+        change = self.scaling * elements_at(b, 1, out_spans) @ elements_at(a, 2, in_spans)
         return change.transpose(1, 2) if layout.is_transposed_weight else change
 
 
@@ -259,9 +258,7 @@ def grouped_layout_of(
 
 
 def _factor_spec(spec: P, dims: Sequence[Sequence[tuple[str, ...]]], partial: Sequence[str]) -> P:
-    kept = {axis for parts in dims for part in parts for axis in part}
-    blocks = [pair for pair in spec.blocks if pair[0] in kept]
-    return P().with_dims(dims, partial=tuple(sorted({*spec.partial, *partial})), blocks=blocks)
+    return P().with_dims(dims, partial=tuple({*spec.partial, *partial}), blocks=spec.blocks)
 
 
 def _axes_of_fully_shard(weight: Tensor, spec: P, topology: Topology, expert_axes: Sequence[str]) -> list[str]:

@@ -42,6 +42,9 @@ from .grouped_lora import GroupedLoRA
 
 _NO_NAME = "the base layer"
 
+FACTORS = {"A": "lora_A", "B": "lora_B", "magnitude": "lora_magnitude_vector"}
+"""Attributes of `LoRA` with the factors and DoRA's magnitudes."""
+
 
 class LoRA(AroundBase):
     """A linear layer or an embedding with a low-rank adapter: the layer's output plus ``scaling * B @ A @ input``.
@@ -227,8 +230,8 @@ class LoRA(AroundBase):
 
     @property
     def _weight(self) -> Tensor:
-        base = self.base_layer
-        weight: Tensor = base.table() if isinstance(base, DiagonalTable) else base.weight  # type: ignore[assignment]
+        base: Any = self.base_layer
+        weight: Tensor = base.table() if isinstance(base, DiagonalTable) else base.weight
         return weight
 
     # Merging ----------------------------------------------------------------------------------------------------------
@@ -279,8 +282,8 @@ class LoRA(AroundBase):
 
     def _weight_shard(self) -> Tensor | None:
         """Return this rank's shard of the base weight; None on a rank that does not hold one."""
-        weight: Tensor | None = self.base_layer.weight  # type: ignore[assignment]
-        return None if weight is None else local_tensor(weight)
+        base: Any = self.base_layer
+        return None if base.weight is None else local_tensor(base.weight)
 
     def _change(self) -> Tensor:
         """Return ``scaling * B @ A`` for this rank's shard of the base weight, in the shape of the shard, in float64."""
@@ -300,11 +303,8 @@ class LoRA(AroundBase):
         """Return the spans of the output features, and of the input features, of this rank's shard of the base weight."""
         layout, spec = self._layout, self._weight_spec()
         where = layout.registry.topology, layout.registry.coordinate
-        dims = (1, 0) if layout.is_transposed_weight else (0, 1)
-        return (
-            spec.spans(dims[0], layout.out_features, *where),
-            spec.spans(dims[1], layout.in_features, *where),
-        )
+        out, inputs = (1, 0) if layout.is_transposed_weight else (0, 1)
+        return spec.spans(out, layout.out_features, *where), spec.spans(inputs, layout.in_features, *where)
 
     def _scale(self, adapted: Tensor | None) -> Tensor:
         """Return magnitude / norm per output feature of this rank's shard of the weight, as a factor for this shard.
@@ -510,10 +510,10 @@ def full_factors(adapter: LoRA) -> dict[str, Tensor]:
     Collectives: all-gathers over the axes that shard the factors, except axes along which experts differ.
     """
     layout = adapter._layout
-    params = {"A": adapter.lora_A, "B": adapter.lora_B, "magnitude": adapter.lora_magnitude_vector}
     check_specs(adapter.named_factors(), layout)
     found = {}
-    for kind, param in params.items():
+    for kind, attribute in FACTORS.items():
+        param: Tensor | None = getattr(adapter, attribute)
         if param is not None:
             spec = without_axes(spec_of(param, layout.registry.topology), layout.stacked)
             found[kind] = unshard(local_tensor(param), spec, layout.registry)
@@ -531,13 +531,9 @@ def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayo
     registry = layout.registry
     full = unshard(local, without_axes(weight_spec(weight, registry.topology), layout.stacked), registry)
     full = full.t() if layout.is_transposed_weight else full
-    places = [(layout.second, 0), (layout.first, 1)]
-    for dim, (spec, of_factor) in enumerate(places):
-        spans = without_axes(spec, layout.stacked).spans(
-            of_factor, full.size(dim), registry.topology, registry.coordinate
-        )
-        full = elements_at(full, dim, spans)
-    return full
+    where = registry.topology, registry.coordinate
+    out_spans = without_axes(layout.second, layout.stacked).spans(0, full.size(0), *where)
+    return elements_at(elements_at(full, 0, out_spans), 1, layout.first.spans(1, full.size(1), *where))
 
 
 def _check_dropout(dropout: float, layout: AdapterLayout, name: str) -> None:

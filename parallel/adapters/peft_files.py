@@ -226,12 +226,16 @@ def _stored_parameters(
         )
     stored = [_without_prefix(name) for name in names]
     names = [_parameter_name(adapter, name) for name in stored]
-    factors = ("lora_embedding_A", "lora_embedding_B") if layout.is_embedding else ("lora_A.weight", "lora_B.weight")
-    params = (adapter.first, adapter.second, adapter.magnitude)
+    keys = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+    if layout.is_embedding:
+        keys |= {"A": "lora_embedding_A", "B": "lora_embedding_B"}
     return names, [
-        StoredParameter(param, spec_of(param, registry.topology), tuple(f"{_PREFIX}{name}.{factor}" for name in stored))
-        for factor, param in zip((*factors, "lora_magnitude_vector"), params, strict=True)
-        if param is not None
+        StoredParameter(
+            factor.param,
+            spec_of(factor.param, registry.topology),
+            tuple(f"{_PREFIX}{name}.{keys[kind]}" for name in stored),
+        )
+        for kind, factor in adapter.factors.items()
     ]
 
 
@@ -249,18 +253,18 @@ def _stored_factors_of_experts(
     assert adapter.parameter is not None
     outer = len(module._layouts) - 1 - [*module._layouts].index(adapter.parameter)
     prefix, r = f"{_PREFIX}{name}{'.base_layer' * outer}", module.r
-    specs = [spec_of(param, registry.topology) for param in (adapter.first, adapter.second)]
+    first, second = adapter.factors["A"].param, adapter.factors["B"].param
     return [f"{name}.{adapter.parameter}"], [
         StoredParameter(
-            adapter.first,
-            specs[0],
+            first,
+            spec_of(first, registry.topology),
             (f"{prefix}.lora_A.weight",),
             lambda full: full.reshape(experts * r, -1),
             lambda stored: stored.reshape(experts, -1, stored.size(-1)),
         ),
         StoredParameter(
-            adapter.second,
-            specs[1],
+            second,
+            spec_of(second, registry.topology),
             (f"{prefix}.lora_B.weight",),
             lambda full: full.permute(1, 2, 0).reshape(full.size(1), -1),
             lambda stored: stored.reshape(stored.size(0), -1, experts).permute(2, 0, 1),
@@ -291,18 +295,23 @@ def _saved_parameters(model: nn.Module, key: str, registry: ProcessGroupRegistry
 
 def _settings_of(adapter: Adapter) -> Settings:
     module: Any = adapter.module
+    key = adapter.key
     if isinstance(module, LoRA | GroupedLoRA):
-        values = module.r, module.alpha, module.use_rslora, module.use_dora
-        dropout = module.dropout
-    elif adapter.key is not None:
-        dora = adapter.magnitude is not None
-        values = module.r[adapter.key], module.lora_alpha[adapter.key], module.use_rslora[adapter.key], dora
-        dropout = getattr(module.lora_dropout[adapter.key], "p", 0.0)
+        r, alpha, use_rslora, dropout = module.r, module.alpha, module.use_rslora, module.dropout
+    elif key is not None:
+        r, alpha, use_rslora = module.r[key], module.lora_alpha[key], module.use_rslora[key]
+        dropout = getattr(module.lora_dropout[key], "p", 0.0)
     else:
-        r = adapter.first.size(0)
-        values, dropout = (r, getattr(module, "alpha", r), False, False), 0.0
-    is_parameter = adapter.parameter is not None or hasattr(module, "parameter_name")
-    return {**dict(zip(_SETTINGS, values, strict=True)), "lora_dropout": dropout, "is_parameter": is_parameter}
+        r, use_rslora, dropout = adapter.factors["A"].param.size(0), False, 0.0
+        alpha = getattr(module, "alpha", r)
+    return {
+        "r": r,
+        "lora_alpha": alpha,
+        "use_rslora": use_rslora,
+        "use_dora": "magnitude" in adapter.factors,
+        "lora_dropout": dropout,
+        "is_parameter": adapter.parameter is not None or hasattr(module, "parameter_name"),
+    }
 
 
 def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str | None) -> dict[str, Any]:

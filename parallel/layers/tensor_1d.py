@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout.annotation import annotate
-from ..layout.shard import joined_in_order, shard, spans_of_pieces
+from ..layout.shard import joined_in_order, shard
 from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
@@ -143,7 +143,7 @@ class ColumnParallelLinear(_SplitLinear):
         if not self.gather_output:
             return output
         output = gather_from(output, self.registry, self.axis, dim=-1)
-        return joined_in_order(output, -1, spans_of_pieces(self.out_features, 0, self.spec, self.registry.topology))
+        return joined_in_order(output, self.spec, self.registry.topology)
 
     def extra_repr(self) -> str:
         sizes = self.spec.block_sizes(self.axis)

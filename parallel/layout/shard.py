@@ -8,7 +8,7 @@ all layouts consist of rectangles of the full tensor, a checkpoint can be loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from torch import Tensor
 
 from ..mesh.collectives import Over, all_gather, broadcast
@@ -37,15 +36,17 @@ class Box:
 
     def overlaps(self, other: Box) -> bool:
         """Return True if this box and ``other`` have a common element."""
-        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        return all(max(a, b) < min(a + length, b + width) for a, length, b, width in sides)
+        return all(begin < end for begin, end in self._common_ranges(other))
 
     def common(self, other: Box) -> Box:
         """Return the intersection of this box with ``other``. The boxes must overlap."""
-        sides = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
-        begins = tuple(max(a, b) for a, _, b, _ in sides)
-        ends = [min(a + length, b + width) for a, length, b, width in sides]
-        return Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
+        ranges = list(self._common_ranges(other))
+        return Box(tuple(begin for begin, _ in ranges), tuple(end - begin for begin, end in ranges))
+
+    def _common_ranges(self, other: Box) -> Iterator[tuple[int, int]]:
+        """Yield per dim the first common index and the index after the last one; (begin, end <= begin) without any."""
+        for a, length, b, width in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            yield max(a, b), min(a + length, b + width)
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,11 @@ class Region:
             tensor: As for `parts`.
             most: Maximum number of elements that are yielded at a time.
         """
-        strides = [prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         for offsets, part in self.parts(tensor).items():
             for start, piece in _pieces(offsets, part, most):
                 index = torch.zeros((), dtype=torch.int64, device=piece.device)
-                for dim, (first, stride) in enumerate(zip(start, strides, strict=True)):
+                for dim, first in enumerate(start):
+                    stride = prod(self.full_shape[dim + 1 :])
                     along = torch.arange(first, first + piece.shape[dim], device=piece.device) * stride
                     index = index + along.view(-1, *[1] * (piece.dim() - dim - 1))
                 yield index.reshape(-1), piece.reshape(-1)
@@ -216,19 +217,21 @@ class Region:
         return f"{offsets}+{lengths}{run}"
 
 
-def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) -> Tensor:
-    """Reorder a tensor of shards, concatenated along ``dim``, into the full tensor; differentiable.
+def joined_in_order(tensor: Tensor, spec: P, topology: Topology) -> Tensor:
+    """Reorder shards, concatenated along the last dim of ``tensor``, into the full tensor; differentiable.
 
-    If the dim consists of blocks, each shard has elements of every block. The concatenated shards therefore have
-    another order than the full tensor. ``pieces`` has, per shard, the spans of its elements in the full tensor.
+    The last dim of ``tensor`` is sharded as dim 0 of ``spec``. If it consists of blocks, each shard has elements of every
+    block, so the concatenated shards have another order than the full tensor.
     """
-    runs, at = [], 0
-    for offset, length in (span for spans in pieces for span in spans):
-        runs.append((offset, at, length))
-        at += length
+    axes, runs, at = spec.resolve(topology).dim_axes(0), [], 0
+    for indices in product(*(range(topology.size(axis)) for axis in axes)):
+        coordinate = dict(zip(axes, indices, strict=True))
+        for offset, length in spec.spans(0, tensor.size(-1), topology, coordinate):
+            runs.append((offset, at, length))
+            at += length
     if runs == sorted(runs):
         return tensor
-    return torch.cat([tensor.narrow(dim, at, length) for _, at, length in sorted(runs)], dim)
+    return torch.cat([tensor.narrow(-1, at, length) for _, at, length in sorted(runs)], -1)
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -390,15 +393,12 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         raise
     if over is None:
         return local.detach().clone(memory_format=torch.contiguous_format)
-    found = _gather_shapes(local, over)
-    if (found == found[0]).all():
-        return _join(all_gather(local.detach().unsqueeze(0), over), axes, spec, registry)
-    padded = local.new_zeros(found.amax(0).tolist())
+    shapes = _gather_shapes(local, over)
+    padded = local.new_empty([max(lengths) for lengths in zip(*shapes.values(), strict=True)])
     padded[tuple(map(slice, local.shape))] = local.detach()
-    pieces, shapes = all_gather(padded.unsqueeze(0), over), map(tuple, found.tolist())
-    trimmed = [piece[tuple(map(slice, shape))] for piece, shape in zip(pieces, shapes, strict=True)]
-    coordinates = [registry.topology.coordinate(rank) for rank in registry.ranks(*axes)]
-    return _join_uneven(trimmed, coordinates, spec, axes, registry.topology)
+    pieces = zip(shapes.items(), all_gather(padded.unsqueeze(0), over), strict=True)
+    trimmed = [(piece[tuple(map(slice, shape))], registry.topology.coordinate(rank)) for (rank, shape), piece in pieces]
+    return _join(trimmed, spec, registry.topology)
 
 
 @torch.no_grad()
@@ -446,14 +446,14 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         raise ValueError(
             f"{spec}: the list has no shard of a rank at {where}; give the shard of a rank with this coordinate"
         )
-    distinct, coordinates = zip(*found.values(), strict=True)
-    kinds = sorted({f"{piece.dtype} with ndim={piece.dim()}" for piece in distinct})
+    distinct = list(found.values())
+    kinds = sorted({f"{piece.dtype} with ndim={piece.dim()}" for piece, _ in distinct})
     if len(kinds) > 1:
         raise ValueError(
             f"{spec}: the list has shards of {' and '.join(kinds)}; give shards of one tensor, as `shard` returns them"
         )
-    spec.validate(distinct[0].dim(), topology)
-    return _join_uneven(distinct, coordinates, spec, axes, topology)
+    spec.validate(distinct[0][0].dim(), topology)
+    return _join(distinct, spec, topology)
 
 
 def _checked_shard(local: object, spec: P, topology: Topology) -> Tensor:
@@ -474,8 +474,8 @@ _DTYPES = sorted((dtype for dtype in vars(torch).values() if isinstance(dtype, t
 _MAX_DIMS = 64
 
 
-def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
-    """Return the shapes of the shards of all ranks of a group, [ranks, dims], on the device of ``local``.
+def _gather_shapes(local: Tensor | None, over: Over) -> dict[int, Shape]:
+    """Return the shapes of the shards of all ranks of a group, by global rank in the order of the group.
 
     A rank without a valid shard passes None, and raises an error after this call. All other ranks raise ValueError then,
     or if shards have different dtypes or numbers of dims.
@@ -486,23 +486,22 @@ def _gather_shapes(local: Tensor | None, over: Over) -> Tensor:
     if local is not None:
         own[: local.dim() + 2] = _DTYPES.index(local.dtype), local.dim(), *local.shape
     device = over.registry.device if local is None else local.device
-    found = all_gather(torch.tensor([own], device=device), over)
+    rows = all_gather(torch.tensor([own], device=device), over).tolist()
     if local is None:  # the caller raises a more precise error
-        return found
-    kinds = found[:, :2].tolist()
-    for index, (number, dims) in enumerate(kinds):
-        rank = over.registry.ranks(*over.axes)[index]
+        return {}
+    by_rank = dict(zip(over.registry.ranks(*over.axes), rows, strict=True))
+    first, (first_number, first_dims, *_) = next(iter(by_rank.items()))
+    for rank, (number, dims, *_) in by_rank.items():
         if dims < 0:
             raise ValueError(
                 f"rank {rank} passed no shard that fits the spec to unshard; pass one on each rank along the sharded axes"
             )
-        if [number, dims] != kinds[0]:
-            first = over.registry.ranks(*over.axes)[0]
+        if (number, dims) != (first_number, first_dims):
             raise ValueError(
-                f"the shard is {_DTYPES[number]} with ndim={dims} on rank {rank}, and {_DTYPES[kinds[0][0]]} with "
-                f"ndim={kinds[0][1]} on rank {first}; give shards of one tensor"
+                f"the shard is {_DTYPES[number]} with ndim={dims} on rank {rank}, and {_DTYPES[first_number]} with "
+                f"ndim={first_dims} on rank {first}; give shards of one tensor"
             )
-    return found[:, 2 : 2 + kinds[0][1]]
+    return {rank: tuple(lengths[:dims]) for rank, (_, dims, *lengths) in by_rank.items()}
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
@@ -539,57 +538,23 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
     return broadcast(local.detach(), over)
 
 
-def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """Rearrange stacked shards of equal shape into the full tensor: [group size, *shard shape] -> full shape.
-
-    Shards are stacked in row-major order over ``axes``. With axes (row, col) and P(("col", "row"), None), the einops
-    pattern is ``(row col) d0 d1 -> (col row d0) d1``.
-    """
-    names = {axis: f"a{number}" for number, axis in enumerate(registry.topology.axes)}
-    dims = range(pieces.dim() - 1)
-    gathered = " ".join(names[axis] for axis in axes)
-    local = " ".join(f"d{dim}" for dim in dims)
-    full = " ".join("(" + " ".join([*(names[axis] for axis in spec.dim_axes(dim)), f"d{dim}"]) + ")" for dim in dims)
-    sizes = {names[axis]: registry.size(axis) for axis in axes}
-    joined = rearrange(pieces, f"({gathered}) {local} -> {full}", **sizes)
-    for dim, length in enumerate(joined.shape):
-        joined = joined_in_order(joined, dim, spans_of_pieces(length, dim, spec, registry.topology))
-    return joined.contiguous()
-
-
-def _join_uneven(
-    pieces: Sequence[Tensor],
-    coordinates: Sequence[Mapping[str, int]],
-    spec: P,
-    axes: tuple[str, ...],
-    topology: Topology,
-) -> Tensor:
+def _join(pieces: Sequence[tuple[Tensor, Mapping[str, int]]], spec: P, topology: Topology) -> Tensor:
     """Join shards, whose shapes may differ, into the full tensor.
 
-    ``pieces`` has no replicas, and ``coordinates`` has, per shard, the coordinate of a rank that holds it.
+    ``pieces`` has no replicas; each shard comes with the coordinate of a rank that holds it.
     """
+    first, _ = pieces[0]
     shape = []
-    for dim in range(pieces[0].dim()):
-        others = [axis for axis in axes if axis not in spec.dim_axes(dim)]
-        along = zip(pieces, coordinates, strict=True)
-        shape.append(sum(piece.size(dim) for piece, at in along if all(at[axis] == 0 for axis in others)))
-    full = pieces[0].new_empty(shape)
-    for piece, coordinate in zip(pieces, coordinates, strict=True):
+    for dim in range(first.dim()):
+        others = [axis for axis in spec.sharded_axes if axis not in spec.dim_axes(dim)]
+        shape.append(sum(piece.size(dim) for piece, at in pieces if all(at[axis] == 0 for axis in others)))
+    full = first.new_empty(shape)
+    for piece, coordinate in pieces:
         region = Region.of_shard(shape, piece.shape, spec, topology, coordinate)
         for offsets, part in region.parts(piece).items():
             where = zip(offsets, part.shape, strict=True)
             full[tuple(slice(offset, offset + length) for offset, length in where)] = part
     return full
-
-
-def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Yield, per shard of tensor dim ``dim``, the (offset, length) pairs of its elements in the full dim of ``length``.
-
-    The shards are in row-major order over the axes of the dim, in the order in which the spec names these axes.
-    """
-    axes = spec.resolve(topology).dim_axes(dim)
-    for where in product(*(range(topology.size(axis)) for axis in axes)):
-        yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))
 
 
 def _pieces(offsets: Shape, part: Tensor, most: int) -> Iterator[tuple[Shape, Tensor]]:

@@ -17,7 +17,7 @@ not name. Along a pipeline axis that the spec does not name, stages hold differe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
@@ -165,11 +165,6 @@ def _is_part(part: object) -> bool:
     return bool(part) and isinstance(part, str | Blocks)
 
 
-def axes_of(entry: Entry) -> tuple[str, ...]:
-    """Return all axes of an entry of a spec, slowest axis first."""
-    return tuple(axis for part in parts_of(entry) for axis in _axes_of_part(part))
-
-
 def _axes_of_part(part: Part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
 
@@ -181,20 +176,8 @@ def _partial_axes(partial: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return axes
 
 
-def joint_axes_of(entry: Entry) -> Iterator[Together]:
-    """Iterate over the tuples of an entry of a spec whose axes shard the dim jointly."""
-    return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
-
-
 def unwrap_axis(axes: str | Together) -> str | Together:
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
-
-
-def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Iterate over (axis, relative block lengths) pairs: the axes of an entry of a spec that shard several blocks."""
-    for part in parts_of(entry):
-        if isinstance(part, Blocks) and len(part.sizes) > 1:
-            yield from ((axis, part.sizes) for axis in part.axes)
 
 
 # Owner ranks: the only ranks along an axis that hold a parameter ------------------------------------------------------
@@ -224,35 +207,30 @@ def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[
     has the same coordinate. For example, if ``grid`` is an alias for ``row`` and ``col``, both of size 2, then
     ``(("grid", 3),)`` becomes ``{"row": 1, "col": 1}``.
     """
-    pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
-    return dict(pairs)
+    found: dict[str, int | str] = {}
+    for axis, at in owned:
+        if axis not in aliases and at not in aliases:
+            found[axis] = at
+            continue
+        axes = aliases.get(axis, (axis,))
+        sizes = {atom: topology.size(atom) for atom in axes}
+        others = aliases.get(at, (at,)) if isinstance(at, str) else ()
+        if not others:  # `at` is an integer, or a mesh dim of size 1 that is no axis of the topology
+            index = at if isinstance(at, int) else 0
+            found |= ((atom, index_of_atom) for atom, (index_of_atom,) in by_axis((index,), sizes))
+        elif [*sizes.values()] != [topology.size(atom) for atom in others]:
+            raise ValueError(
+                f"owned={{{axis!r}: {at!r}}}: {axis!r} is {_sized(axes, topology)}, but {at!r} is "
+                f"{_sized(others, topology)}; the owner's coordinates along the first are those along the second, so both "
+                "must consist of axes of the same sizes in the same order: name single axes of the topology instead"
+            )
+        else:
+            found |= zip(axes, others, strict=True)
+    return found
 
 
 def _sized(axes: Sequence[str], topology: Topology) -> str:
     return " x ".join(f"{axis} ({topology.size(axis)})" for axis in axes)
-
-
-def _by_axis(
-    pair: tuple[str, int | str], topology: Topology, aliases: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[str, int | str]]:
-    """Yield ``pair``, an item of ``owned``, as (axis, coordinate or other axis) pairs without aliases."""
-    axis, at = pair
-    if axis not in aliases and at not in aliases:
-        yield pair
-        return
-    axes = aliases.get(axis, (axis,))
-    sizes = {atom: topology.size(atom) for atom in axes}
-    others = aliases.get(at, (at,)) if isinstance(at, str) else ()
-    if not others:  # `at` is an integer, or a mesh dim of size 1 that is no axis of the topology
-        yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
-    elif [*sizes.values()] != [topology.size(atom) for atom in others]:
-        raise ValueError(
-            f"owned={{{axis!r}: {at!r}}}: {axis!r} is {_sized(axes, topology)}, but {at!r} is {_sized(others, topology)}; "
-            "the owner's coordinates along the first are those along the second, so both must consist of axes of the same "
-            "sizes in the same order: name single axes of the topology instead"
-        )
-    else:
-        yield from zip(axes, others, strict=True)
 
 
 # The spec `P` ---------------------------------------------------------------------------------------------------------
@@ -308,17 +286,22 @@ class P:
         owned: Mapping[str, int | str] | None = None,
         tied: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
-        dims = [axes_of(entry) for entry in entries]
+        by_dim = [parts_of(entry) for entry in entries]
+        dims = [tuple(axis for part in parts for axis in _axes_of_part(part)) for parts in by_dim]
         while dims and not dims[-1]:  # makes P("tensor", None) and P("tensor") equal, with equal hashes
             dims.pop()
-        object.__setattr__(self, "entries", tuple(dims))
-        object.__setattr__(
-            self, "joint_axes", tuple(sorted(part for entry in entries for part in joint_axes_of(entry)))
-        )
-        object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in blocks_of(entry))))
-        object.__setattr__(self, "partial", tuple(sorted(_partial_axes(partial))))
-        object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
-        object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
+        parts = [part for parts in by_dim for part in parts]
+        several = [part for part in parts if isinstance(part, Blocks) and len(part.sizes) > 1]
+        values = {
+            "entries": tuple(dims),
+            "joint_axes": tuple(sorted(part for part in parts if isinstance(part, tuple) and len(part) > 1)),
+            "blocks": tuple(sorted((axis, part.sizes) for part in several for axis in part.axes)),
+            "partial": tuple(sorted(_partial_axes(partial))),
+            "owned": tuple(sorted((owned or {}).items())),
+            "tied": tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         for axis, where in self.tied:
             if not where:
                 raise ValueError(
@@ -395,19 +378,28 @@ class P:
         Args:
             names: New name per axis. Other axes keep their names.
         """
-        new = {axis: names.get(axis, axis) for axis in self.named_axes}
+        return self._replace_axes(
+            {axis: (name,) for axis, name in names.items()},
+            {names.get(axis, axis): names.get(at, at) if isinstance(at, str) else at for axis, at in self.owned},
+            {names.get(axis, axis): where for axis, where in self.tied},
+        )
+
+    def _replace_axes(
+        self, atoms: Mapping[str, Together], owned: Mapping[str, int | str], tied: Mapping[str, tuple[int, ...]]
+    ) -> P:
+        """Return the spec with other ``owned`` and ``tied``, and with each axis in ``atoms`` replaced by its axes."""
         blocks = dict(self.blocks)
 
-        def part(axes: Together) -> Part:
-            renamed = tuple(new[axis] for axis in axes)
-            return Blocks(renamed[:1], blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(renamed)
+        def replaced(axes: Together) -> Together:
+            return tuple(atom for axis in axes for atom in atoms.get(axis, (axis,)))
 
-        return P(
-            *(tuple(map(part, self.joint_dim_axes(dim))) for dim in range(len(self.entries))),
-            partial=tuple(new[axis] for axis in self.partial),
-            owned={new[axis]: new[at] if isinstance(at, str) else at for axis, at in self.owned},
-            tied={new[axis]: where for axis, where in self.tied},
-        )
+        def part(axes: Together) -> Part:
+            new = replaced(axes)
+            return Blocks(new, blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(new)
+
+        # `replaced` returns () for a mesh dim of size 1 that is no axis of the topology.
+        dims = (filter(replaced, self.joint_dim_axes(dim)) for dim in range(len(self.entries)))
+        return P(*(tuple(map(part, parts)) for parts in dims), partial=replaced(self.partial), owned=owned, tied=tied)
 
     def resolve(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
         """Return the spec with every alias replaced by its axes; the spec itself if it names no alias.
@@ -426,29 +418,15 @@ class P:
         if not aliases or aliases.keys().isdisjoint(self.named_axes):
             return self
         self._check_coordinates(topology, repr(topology), aliases)
-        blocks = dict(self.blocks)
-
-        def atoms(*names: str) -> tuple[str, ...]:
-            return tuple(atom for name in names for atom in aliases.get(name, (name,)))
-
-        def has_axes(axes: Together) -> bool:  # False for a mesh dim of size 1 that is no axis of the topology
-            return bool(atoms(*axes))
-
-        def part(axes: Together) -> Part:
-            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(atoms(*axes))
-
-        def tied_by_axis() -> Iterator[tuple[str, tuple[int, ...]]]:
-            for axis, where in self.tied:
-                sizes = {atom: topology.size(atom) for atom in atoms(axis)}
-                yield from by_axis(where, sizes) if axis in aliases else [(axis, where)]
-
         try:
-            return P(
-                *(tuple(map(part, filter(has_axes, self.joint_dim_axes(dim)))) for dim in range(len(self.entries))),
-                partial=atoms(*self.partial),
-                owned=owned_by_axis(self.owned, topology, aliases),
-                tied=dict(tied_by_axis()),
-            )
+            owned = owned_by_axis(self.owned, topology, aliases)
+            tied: dict[str, tuple[int, ...]] = {}
+            for axis, where in self.tied:
+                if axis in aliases:
+                    tied |= by_axis(where, {atom: topology.size(atom) for atom in aliases[axis]})
+                else:
+                    tied[axis] = where
+            return self._replace_axes(aliases, owned, tied)
         except ValueError as problem:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
@@ -585,5 +563,5 @@ class P:
             for axes in self.joint_dim_axes(dim)
         ]
         if len(found) == 1:
-            return f"({found[0]},)" if self.joint_axes and len(self.joint_dim_axes(dim)[0]) > 1 else found[0]
+            return f"({found[0]},)" if len(self.joint_dim_axes(dim)[0]) > 1 else found[0]
         return f"({', '.join(found)})" if found else "None"

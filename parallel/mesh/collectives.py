@@ -192,9 +192,8 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
     received sections are concatenated, and the length along this dim of the section that each rank sends.
     """
     sent = tensor.split(cut.sizes, cut.dim)
-    shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
-    for shape, length in zip(shapes, joined.sizes, strict=True):
-        shape[joined.dim] = length
+    own = sent[over.rank].shape
+    shapes = [(*own[: joined.dim], length, *own[joined.dim + 1 :]) for length in joined.sizes]
     numels = [prod(shape) for shape in shapes]
     received = tensor.new_empty(sum(numels))
     packed = torch.cat([piece.reshape(-1) for piece in sent])

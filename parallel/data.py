@@ -29,7 +29,7 @@ from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.call_tracker import track_call
 from .mesh.random_state import cpu_random_state_kept, seed_cpu_generators
 from .mesh.registry import ProcessGroupRegistry
-from .mesh.value_checks import wrong
+from .mesh.value_checks import is_whole, wrong
 
 # Which samples each data coordinate gets in each step (pure computation, no communication) ----------------------------
 
@@ -60,7 +60,7 @@ class ShardedBatchSampler(Sampler[Batch]):
     def __init__(
         self, samples: int, batch_size: int, rank: int, ranks: int, *, shuffle: bool, drop_last: bool, seed: int
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        if not is_whole(batch_size, 1):
             raise ValueError(f"batch_size={batch_size!r}: give a whole number >= 1")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed={seed!r}: give a whole number, the same on every rank")

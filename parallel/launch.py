@@ -140,8 +140,8 @@ def _signs(environ: Mapping[str, str]) -> list[Launcher]:
     """
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):
-        pairs = zip(_NUMBERS["mpich"][:2], _NUMBERS["slurm"][:2], strict=True)
-        if all(environ.get(one) == environ.get(other) for one, other in pairs):
+        mpich, slurm = ([environ.get(name) for name in _NUMBERS[launcher][:2]] for launcher in ("mpich", "slurm"))
+        if mpich == slurm:
             found.remove("mpich")  # srun set the PMI variables
     only_task = (
         not environ.get("SLURM_NTASKS") and environ.get("SLURM_TASKS_PER_NODE") == "1" and not _has_step(environ)

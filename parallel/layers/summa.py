@@ -48,14 +48,14 @@ class Grid:
     def size(self) -> int:
         return self.registry.size(self.row, self.col)
 
-    def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """Divide a dim into panels, and return their parts of the shards over ``row``, and of the shards over ``col``."""
-        chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
-        cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
-        by_row, by_col = (
-            [Part(start // chunk, start % chunk, stop - start) for start, stop in pairwise(cuts)] for chunk in chunks
-        )
-        return by_row, by_col
+    def panels(self, length: int) -> list[Panel]:
+        """Divide a dim of this length into panels."""
+        chunks = {axis: -(-length // self.registry.size(axis)) for axis in (self.row, self.col)}
+        cuts = sorted({*(at for chunk in chunks.values() for at in range(0, length, chunk)), length})
+        return [
+            {axis: Part(start // chunk, start % chunk, stop - start) for axis, chunk in chunks.items()}
+            for start, stop in pairwise(cuts)
+        ]
 
 
 class Part(NamedTuple):
@@ -64,6 +64,10 @@ class Part(NamedTuple):
     owner: int
     start: int
     width: int
+
+
+Panel = dict[str, Part]
+"""A panel as a part of a shard over the axis ``row``, and as a part of a shard over the axis ``col``, by axis."""
 
 
 def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
@@ -90,11 +94,11 @@ class _Summa(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, inner: int) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.grid, ctx.inner = grid, inner
-        by_row, by_col = grid.panels(inner)
-        panels = zip(_panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row), strict=True)
-        first_a, first_b = next(panels)
+        panels = grid.panels(inner)
+        pairs = zip(_broadcast(a, 1, panels, grid, grid.col), _broadcast(b, 0, panels, grid, grid.row), strict=True)
+        first_a, first_b = next(pairs)
         product = first_a @ first_b
-        for a_k, b_k in panels:
+        for a_k, b_k in pairs:
             product.addmm_(a_k, b_k)
         return product
 
@@ -104,15 +108,15 @@ class _Summa(torch.autograd.Function):
         a, b = ctx.saved_tensors
         grid: Grid = ctx.grid
         need_a, need_b, *_ = ctx.needs_input_grad
-        by_row, by_col = grid.panels(ctx.inner)
-        panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
+        panels = grid.panels(ctx.inner)
+        panels_a, panels_b = _broadcast(a, 1, panels, grid, grid.col), _broadcast(b, 0, panels, grid, grid.row)
         grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
         # One loop computes both gradients, so that the collectives of one gradient overlap with the products of the other.
-        for of_row, of_col in zip(by_row, by_col, strict=True):
+        for panel in panels:
             if need_a:
-                grad_a.add(of_col, grad @ next(panels_b).t())
+                grad_a.add(panel, grad @ next(panels_b).t())
             if need_b:
-                grad_b.add(of_row, next(panels_a).t() @ grad)
+                grad_b.add(panel, next(panels_a).t() @ grad)
         return grad_a.finish(), grad_b.finish(), None, None
 
 
@@ -141,10 +145,10 @@ class _SummaTransposed(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, outer: int) -> Tensor | None:
         ctx.save_for_backward(a, b)
         ctx.grid, ctx.outer = grid, outer
-        by_row, by_col = grid.panels(outer)
-        product = _Reduction(1, grid, grid.col)
-        for of_col, b_k in zip(by_col, _panels(b, 0, by_row, grid, grid.row), strict=True):
-            product.add(of_col, a @ b_k.t())
+        panels = grid.panels(outer)
+        product, panels_b = _Reduction(1, grid, grid.col), _broadcast(b, 0, panels, grid, grid.row)
+        for panel in panels:
+            product.add(panel, a @ next(panels_b).t())
         return product.finish()
 
     @staticmethod
@@ -152,12 +156,12 @@ class _SummaTransposed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
         grid, grad = ctx.grid, grad.contiguous()
-        by_row, by_col = grid.panels(ctx.outer)
+        panels = grid.panels(ctx.outer)
         grad_a = summa(grad, b, grid, ctx.outer) if ctx.needs_input_grad[0] else None
-        grad_b = _Reduction(0, grid, grid.row)
+        grad_b, panels_of_grad = _Reduction(0, grid, grid.row), _broadcast(grad, 1, panels, grid, grid.col)
         if ctx.needs_input_grad[1]:
-            for of_row, grad_k in zip(by_row, _panels(grad, 1, by_col, grid, grid.col), strict=True):
-                grad_b.add(of_row, grad_k.t() @ a)
+            for panel in panels:
+                grad_b.add(panel, next(panels_of_grad).t() @ a)
         return grad_a, grad_b.finish(), None, None
 
 
@@ -169,11 +173,12 @@ def autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
+def _broadcast(block: Tensor, dim: int, panels: Sequence[Panel], grid: Grid, axis: str) -> Iterator[Tensor]:
     """Yield the panels of a sharded matrix one after the other, each broadcast to all ranks along ``axis``.
 
     Before a panel is yielded, the broadcast of the next panel is started.
     """
+    parts = [panel[axis] for panel in panels]
     if grid.registry.size(axis) == 1:
         yield from (block.narrow(dim, part.start, part.width) for part in parts)
         return
@@ -205,18 +210,19 @@ class _Reduction:
     """
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:
-        self._dim, self._own = dim, grid.registry.rank(axis)
+        self._dim, self._axis, self._own = dim, axis, grid.registry.rank(axis)
         self._registry = grid.registry
         self._group = grid.registry.group(axis) if grid.registry.size(axis) > 1 else None
         self._mine: list[Tensor] = []
         self._pending: tuple[Any, Tensor] | None = None  # keeps the buffer alive until the reduction has finished
 
-    def add(self, part: Part, term: Tensor) -> None:
+    def add(self, panel: Panel, term: Tensor) -> None:
+        owner = panel[self._axis].owner
         if self._group is not None:
-            work = dist.reduce(term, group_dst=part.owner, group=self._group, async_op=True)
+            work = dist.reduce(term, group_dst=owner, group=self._group, async_op=True)
             self._wait()
             self._pending = work, term
-        if part.owner == self._own:
+        if owner == self._own:
             self._mine.append(term)
 
     def finish(self) -> Tensor | None:

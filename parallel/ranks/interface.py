@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..mesh.text import named_ranks
+from ..mesh.value_checks import is_whole
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="Ranks")
@@ -110,7 +111,7 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
 
 
 def check_size(world_size: int) -> None:
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+    if not is_whole(world_size, 1):
         raise ValueError(f"{world_size!r} is not a number of ranks; give an integer >= 1: run(function, 4, *arguments)")
 
 

@@ -34,13 +34,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded, name_of, result_of
 
@@ -82,7 +82,7 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
     membership = _Membership()
     while True:
         try:
-            task = Task(*pickle.loads(tasks.recv_bytes()))
+            task = Task(*tasks.recv())
         except EOFError:
             return
         try:
@@ -93,7 +93,7 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
             reply = Reply(True, _called(task.call))
         except BaseException:
             reply = Reply(False, traceback.format_exc())
-        tasks.send_bytes(pickle.dumps(tuple(reply)))
+        tasks.send(tuple(reply))
 
 
 def _called(call: bytes) -> bytes:
@@ -118,8 +118,8 @@ class _Membership:
             _forget_device_meshes()
         self._joined = None
         if self._store is None:
-            self._store = dist.TCPStore("localhost", task.port)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(task.group, self._store)  # type: ignore[attr-defined]
+            self._store = TCPStore("localhost", task.port)
+        store = PrefixStore(task.group, self._store)
         timeout = timedelta(seconds=task.group_timeout)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
         self._joined = (task.rank, task.group)
@@ -208,7 +208,11 @@ class RankPool(Ranks):
         initializer: Callable[[], object] | None = None,
     ) -> None:
         self.timeout = timeout
-        self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self._context: ForkServerContext | SpawnContext = (
+            multiprocessing.get_context("forkserver")
+            if sys.platform == "linux"
+            else multiprocessing.get_context("spawn")
+        )
         self._preload = [
             *PRELOAD,
             *preload,
@@ -271,7 +275,7 @@ class RankPool(Ranks):
         for rank in range(world_size):
             task = Task(rank, world_size, f"group {self._groups}", self._store.port, timeout / 3, call)
             with suppress(OSError):  # a dead worker is detected when its reply is read
-                self._workers[rank].tasks.send_bytes(pickle.dumps(tuple(task)))
+                self._workers[rank].tasks.send(tuple(task))
         return self._collect(world_size, timeout)
 
     def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, bytes]]:
@@ -280,13 +284,13 @@ class RankPool(Ranks):
         replies: dict[int, bytes] = {}
         deadline, late = time.monotonic() + timeout, f"did not finish within {timeout:g} seconds"
         while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return {**failures, **self._where(pending.values(), late)}, replies
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
-                    reply = Reply(*pickle.loads(connection.recv_bytes()))  # type: ignore[union-attr]
+                    reply = Reply(*connection.recv())
                 except (EOFError, OSError):
                     reply = Reply(False, self._death_of(rank))
                 if reply.succeeded:
@@ -326,7 +330,7 @@ class RankPool(Ranks):
         tasks, of_worker = self._context.Pipe()
         stack, into_stack = self._context.Pipe(duplex=False)
         arguments = (of_worker, into_stack, self._initializer, folder)
-        process = self._context.Process(target=serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
+        process = self._context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         of_worker.close()
         into_stack.close()

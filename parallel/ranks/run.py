@@ -262,11 +262,12 @@ class LaunchedRanks(Ranks):
             by_rank = self._gather(key, range(self._launch.world_size), self.timeout + 20.0)
         except RanksError as error:
             return error.failures
-        outcomes, calls = zip(*by_rank.values(), strict=True)
-        if any(outcomes) or len({*calls}) > 1:
+        outcomes = {rank: found for rank, (found, _) in by_rank.items()}
+        calls = {number for _, number in by_rank.values()}
+        if any(outcomes.values()) or len(calls) > 1:
             self.close()
             self._calls = max(calls)
-        return dict(zip(by_rank, outcomes, strict=True))
+        return outcomes
 
     def close(self) -> None:
         """Destroy the process groups that `run` created. The next `run` creates new process groups."""

@@ -384,8 +384,7 @@ def test_cross_entropy_2d_of_unevenly_sharded_classes_matches_torch(world: World
 
 def panels(length: int, rows: int, cols: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     with ProcessGroupRegistry(Topology(row=rows, col=cols)) as registry:
-        by_row, by_col = Grid(registry, "row", "col").panels(length)
-        return [(tuple(one), tuple(other)) for one, other in zip(by_row, by_col, strict=True)]
+        return [(tuple(panel["row"]), tuple(panel["col"])) for panel in Grid(registry, "row", "col").panels(length)]
 
 
 def test_summa_panels_end_at_shard_boundaries_of_either_axis(world: World) -> None:

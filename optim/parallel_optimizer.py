@@ -646,7 +646,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _decide(self, clip: ClipState | None, in_place: bool = False) -> StepDecision:
         """Measure the gradients, and return the step decision. An error of this rank's thresholds is deferred."""
         window = self._window
-        rule, error = self._clipping.add_thresholds(clip)
+        rule, error = self._clipping.add_thresholds(clip, self.optimizer.param_groups)
         if error is not None:
             window.defer(error)
         info = self._scale_info()

@@ -198,8 +198,9 @@ def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 
-def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
-    return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
+def resolve_threshold(threshold: Threshold | None, state: Mapping[str, Tensor]) -> float | Tensor | None:
+    """Return the threshold of a step. If it is a function, ``state`` has the ``"steps"`` of `initial_step_count`."""
+    return threshold(state["steps"]) if callable(threshold) else threshold
 
 
 def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
@@ -381,7 +382,8 @@ class ClipState:
         initial, found = self.initial, dict(self._numbers)
         for name, tensor in self.tensors.items():
             values = tensor.tolist()
-            found[name] = dict(zip(self.names, values, strict=True)) if _is_per_parameter(initial[name]) else values
+            is_per_parameter = isinstance(initial[name], PerParameterState)
+            found[name] = dict(zip(self.names, values, strict=True)) if is_per_parameter else values
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
@@ -407,7 +409,8 @@ class ClipState:
             return
         kind, saved = type(self.rule).__name__, saved or {}
         state = saved.get("state", {})
-        if saved.get("rule") != kind or not _fits(initial, state):
+        fits = state.keys() == initial.keys() and all(_fits(initial[name], state[name]) for name in initial)
+        if saved.get("rule") != kind or (state and not fits):
             found = f"is for {saved['rule']} and does not fit" if "rule" in saved else "has no state of a clipping rule"
             warnings.warn(
                 f"{kind} keeps {', '.join(sorted(initial))} from step to step, but the loaded state {found}: the rule "
@@ -434,18 +437,10 @@ def _check_numbers(value: object, field: str) -> None:
         check_number(value, field)
 
 
-def _is_per_parameter(begins: Initial) -> bool:
-    return isinstance(begins, PerParameterState)
-
-
-def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:
-    if not state:
-        return True
-    return state.keys() == initial.keys() and all(
-        isinstance(numbers, dict)
-        if _is_per_parameter(begins)
-        else isinstance(numbers, (int, float))
-        if isinstance(begins, (int, float))
-        else isinstance(numbers, list) and not _is_per_parameter(begins) and len(numbers) == len(begins)
-        for begins, numbers in ((initial[name], state[name]) for name in initial)
-    )
+def _fits(begins: Initial, numbers: Numbers) -> bool:
+    """Return True if a saved state has the form of a state whose initial value is ``begins``."""
+    if isinstance(begins, PerParameterState):
+        return isinstance(numbers, dict)
+    if isinstance(begins, (int, float)):
+        return isinstance(numbers, (int, float))
+    return isinstance(numbers, list) and len(numbers) == len(begins)

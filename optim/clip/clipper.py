@@ -94,46 +94,6 @@ class SkipVote:
         return rejected, self.watch.replicas_diverged
 
 
-# Multiply gradients by clip coefficients ------------------------------------------------------------------------------
-
-
-def multiply_(
-    gradients: Sequence[Tensor | None],
-    level: Level,
-    factors: Tensor,
-    plan: ReductionPlan,
-    units: Units | None = None,
-    named: Named | None = None,
-) -> None:
-    """Multiply gradients in place by the factors of a clipping rule.
-
-    ``factors`` are 0-dim for level "total"; otherwise 1-dim: one factor per param group, parameter, named group or
-    unit. ``plan`` has parameter names for levels other than "total" and "groups".
-    """
-    if level == "total":
-        scale_each(gradients, factors)
-    elif level == "units" and units is not None:
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                units.multiply_(index, gradient, factors)
-    else:
-        if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
-            factors = factors.float()  # one cast for all gradients
-        by_slot: dict[int, list[Tensor | None]] = {}
-        for slot, gradient in zip(_slots(level, plan, named), gradients, strict=True):
-            by_slot.setdefault(slot, []).append(gradient)
-        for slot, members in by_slot.items():
-            scale_each(members, factors[slot])
-
-
-def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[int]:
-    if level == "groups":
-        return [entry.group for entry in plan.entries]
-    if named is not None:
-        return [named.groups[slot] for slot in plan.parameter_slots]
-    return plan.parameter_slots
-
-
 # The decision of a step, and the scale that the gradients still contain -----------------------------------------------
 
 
@@ -304,6 +264,7 @@ class GradientClipper:
         shards: The search for replicas that are declared as shards, which runs with ``checks`` until it has compared
             all shards once.
         norm_type: The p of the norms, unless the rule has a ``norm_type``.
+        thresholds: The ``max_norm`` of the param groups, for `add_thresholds`. None (default): it is not called.
         check_replicas: True: run ``checks`` in every measurement. Otherwise, run them until the first measurement with
             a finite norm, and once more if gradients of replicas were zero in it.
         exact: True: measure by `ExactNorm`, whose results do not depend on the number of data ranks.
@@ -315,14 +276,13 @@ class GradientClipper:
         regions: Sequence[Region | None],
         plan: ReductionPlan,
         registry: ProcessGroupRegistry,
-        thresholds: AgreedThresholds,
-        optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
         vote: SkipVote | None = None,
         shards: EqualShards | None = None,
         *,
         norm_type: float,
         reduction: Reduction,
+        thresholds: AgreedThresholds | None = None,
         per_parameter_norms: bool = False,
         check_replicas: CheckReplicas = False,
         exact: bool = False,
@@ -330,8 +290,7 @@ class GradientClipper:
         self.params, self.plan, self.registry = list(params), plan, registry
         self.norm_type, self._reduction = norm_type, reduction
         self._per_parameter_norms, self._check_replicas = per_parameter_norms, check_replicas
-        self.thresholds, self.optimizer = thresholds, optimizer
-        self._exact = exact
+        self.thresholds, self._exact = thresholds, exact
         self._regions, self.checks, self.vote = list(regions), list(checks), vote
         self._shards = shards if self.checks else None
         self._is_repeated = False  # True after the first comparison of replicas
@@ -456,17 +415,20 @@ class GradientClipper:
         decision = StepDecision(stats, skipped, factor, past, problem, sums.get(SHARD_COUNTS))
         return decision if earlier is None else decision.after(earlier)
 
-    def add_thresholds(self, clip: ClipState | None) -> tuple[Clip | None, Exception | None]:
+    def add_thresholds(
+        self, clip: ClipState | None, param_groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[Clip | None, Exception | None]:
         """Return the rule in ``clip`` combined with the ``max_norm`` of param groups, and this rank's error or None.
 
         The error is an error of `AgreedThresholds.rule`. It is returned with the rule in ``clip``, so that this rank takes
         part in the collectives of `__call__`. The caller must then make all ranks skip the step.
         """
-        given, groups = None if clip is None else clip.rule, self.optimizer.param_groups
-        if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in groups)):
+        assert self.thresholds is not None
+        given = None if clip is None else clip.rule
+        if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in param_groups)):
             return given, None
         try:
-            return self.thresholds.rule(given, groups, self._norm_type(clip)), None
+            return self.thresholds.rule(given, param_groups, self._norm_type(clip)), None
         except Exception as error:  # of any type: a threshold may be any object
             return given, error
 
@@ -488,7 +450,13 @@ class GradientClipper:
         Host synchronization: one after such a change.
         """
         last = self._last_needs
-        if last is None or captured or "agreement" not in scale_info.pack.sizes or not self._needs_other(needs, last):
+        if (
+            last is None
+            or needs == last
+            or captured
+            or "agreement" not in scale_info.pack.sizes
+            or self._measurer(needs).layout == self._measurer(last).layout
+        ):
             self._last_needs = needs
             return *self._measure_unscaled(needs, scale_info, vote), True
         norms, inverse, sums = self._measure_unscaled(last, scale_info, vote)
@@ -497,9 +465,6 @@ class GradientClipper:
         self._last_needs = needs
         norms, inverse, new_sums = self._measure_unscaled(needs, scale_info, None)
         return norms, inverse, {**sums, **new_sums}, True
-
-    def _needs_other(self, needs: MeasurementSpec, last: MeasurementSpec) -> bool:
-        return needs != last and self._measurer(needs).layout != self._measurer(last).layout
 
     def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
         if needs not in self._measurers:
@@ -542,13 +507,12 @@ class GradientClipper:
         measurer = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
-        compared = {
-            f"replicas {index}": check.weighted(hashes)
-            for index, (check, hashes) in enumerate(zip(self.checks, numbers, strict=True))
-        }
-        if self._shards is not None:
-            compared["equal shards"] = self._shards.slots(numbers[0], self.checks[0].params, gradients)
+        compared: dict[str, Tensor] = {}
+        for index, check in enumerate(self.checks):
+            numbers = check.numbers(None if index else gradients)
+            compared[f"replicas {index}"] = check.weighted(numbers)
+            if index == 0 and self._shards is not None:
+                compared["equal shards"] = self._shards.slots(numbers, check.params, gradients)
         if self.checks and not self._is_repeated and self._check_replicas is not True:
             compared["zero gradients"] = self.checks[0].count_zero(gradients)
         pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
@@ -576,9 +540,8 @@ class GradientClipper:
         # After an overflow, gradients of replicas may differ, so the next step is compared instead.
         always = self._check_replicas is True
         if always or bool(total.isfinite()):
-            slots = [totals[f"replicas {index}"] for index in range(len(self.checks))]
-            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, slots, strict=True))
-            if mismatches := [mismatch for per_check in found for mismatch in per_check]:
+            found = (check.mismatches(totals[f"replicas {index}"]) for index, check in enumerate(self.checks))
+            if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
             if self._shards is not None:
                 self._shards.check(totals["equal shards"])
@@ -609,13 +572,40 @@ class GradientClipper:
         return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by ``factors`` in place. Gradients that are marked as already reduced stay marked."""
+        """Multiply the gradients by ``factors`` in place. Gradients that are marked as already reduced stay marked.
+
+        ``factors`` are 0-dim for level "total"; otherwise 1-dim: one factor per param group, parameter, named group or
+        unit.
+        """
         # One call for all marks: the gradients may be views of one buffer, and a write to one view increments the
         # version counter of all views, which would make their marks invalid.
-        units, named = self._measurers[needs].units, self._named.get(needs.patterns)
         with keep_complete_marks((param, None) for param in self.params):
             widen_gradients(self.params)
-            multiply_([param.grad for param in self.params], level, factors, self.plan, units, named)
+            gradients = [param.grad for param in self.params]
+            if level == "total":
+                scale_each(gradients, factors)
+                return
+            if (units := self._measurers[needs].units) is not None:
+                for index, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        units.multiply_(index, gradient, factors)
+                return
+            if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
+                factors = factors.float()  # one cast for all gradients
+            by_slot: dict[int, list[Tensor | None]] = {}
+            for slot, gradient in zip(self._slots(needs), gradients, strict=True):
+                by_slot.setdefault(slot, []).append(gradient)
+            for slot, members in by_slot.items():
+                scale_each(members, factors[slot])
+
+    def _slots(self, needs: MeasurementSpec) -> Sequence[int]:
+        """Return the index of each gradient's factor among the factors per param group, parameter or named group."""
+        if needs.level == "groups":
+            return [entry.group for entry in self.plan.entries]
+        if needs.level == "named":
+            groups = self._named[needs.patterns].groups
+            return [groups[slot] for slot in self.plan.parameter_slots]
+        return self.plan.parameter_slots
 
 
 def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:

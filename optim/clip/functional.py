@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf, isfinite
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,7 +28,7 @@ from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_o
 from ..norm.plan_agreement import agreed
 from ..norm.replicas import BROADCAST, ReplicaCheck, ReplicaMismatchError, advice_on
 from .base import ClipState, check_number_threshold
-from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
+from .clipper import GradientClipper, GradScaleInfo
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
 # Parameters given to a function ---------------------------------------------------------------------------------------
@@ -183,14 +182,11 @@ class StatefulClipper:
         clip.bind(plan.parameter_names)
         self.registry, self.key, self.options = registry, _key(listed), (norm_type, reduction)
         self._annotations = listed.annotations  # keeps the objects alive whose ids are in the key
-        no_groups: Any = SimpleNamespace(param_groups=[])
         self.clipping = GradientClipper(
             listed.params,
             [entry.region(plan.topology, plan.coordinate) for entry in plan.entries],
             plan,
             registry,
-            AgreedThresholds((), True),
-            no_groups,
             norm_type=norm_type,
             reduction=reduction,
         )

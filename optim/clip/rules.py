@@ -63,7 +63,7 @@ class ByNorm(Clip):
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         return ClipResult(
-            clip_coefficient(norms.total, resolve_threshold(self.max_norm, state.get("steps"))), next_step_count(state)
+            clip_coefficient(norms.total, resolve_threshold(self.max_norm, state)), next_step_count(state)
         )
 
 
@@ -136,7 +136,7 @@ class ByGroup(Clip):
         return initial_step_count(self.others)
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
-        common, own = self._common_coef(norms, resolve_threshold(self.others, state.get("steps"))), self.thresholds
+        common, own = self._common_coef(norms, resolve_threshold(self.others, state)), self.thresholds
         coefs = [
             common if self._is_other(index) else clip_coefficient(norm, own[index])
             for index, norm in enumerate(norms.groups.unbind())
@@ -181,8 +181,7 @@ class PerParameter(Clip):
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         return ClipResult(
-            clip_coefficient(norms.parameters, resolve_threshold(self.max_norm, state.get("steps"))),
-            next_step_count(state),
+            clip_coefficient(norms.parameters, resolve_threshold(self.max_norm, state)), next_step_count(state)
         )
 
 
@@ -491,7 +490,7 @@ class ByPreviousNorm(Clip):
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         before = torch.where(state["norm"] > 0, state["norm"], norms.total)
-        factor = clip_coefficient(before, resolve_threshold(self.max_norm, state.get("steps")))
+        factor = clip_coefficient(before, resolve_threshold(self.max_norm, state))
         return ClipResult(factor, {"norm": norms.total, **next_step_count(state)})
 
 
@@ -691,7 +690,7 @@ class ZClip(Clip):
         warmed_up, above = steps >= self.warm_up, norm - mean
         spike = warmed_up & (above > self.z * var.sqrt())
         bound = torch.where(spike, mean + self.z**2 * var / above, norm)
-        most = resolve_threshold(self.max_norm, steps)
+        most = resolve_threshold(self.max_norm, state)
         factor = bound_factor(norm, bound if most is None else torch.clamp(bound, max=most))
         # During warm-up the n-th norm gets weight 1 / n, which gives the plain mean; afterwards 1 - decay.
         weight = torch.where(warmed_up, 1 - self.decay, 1 / (steps + 1))

@@ -328,8 +328,8 @@ LISTED: list[Fault] = [
     ),
     Fault(
         "optim/clip/base.py",
-        "return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]",
-        "return threshold(steps) if (callable(threshold)) else threshold  # type: ignore[return-value]",
+        'return threshold(state["steps"]) if callable(threshold) else threshold',
+        'return threshold(state["steps"] + 1) if callable(threshold) else threshold',
     ),
     Fault(
         "optim/norm/measure.py", "return self.total_norm >= _norm_of(other)", "return self.total_norm > _norm_of(other)"

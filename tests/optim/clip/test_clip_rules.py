@@ -618,14 +618,13 @@ def test_skip_spikes_without_spike_gives_results_of_its_inner_rule() -> None:
         ), name
 
 
-def test_resolve_threshold_calls_threshold_only_if_step_count_is_known() -> None:
+def test_resolve_threshold_passes_step_count_to_function_and_returns_number() -> None:
     def halved(steps: Tensor) -> Tensor:
         return 1 / (1 + steps)
 
-    unresolved: object = resolve_threshold(halved, None)
-    assert unresolved is halved
-    assert resolve_threshold(halved, torch.ones(())) == 0.5
-    assert resolve_threshold(2.0, torch.ones(())) == 2.0
+    assert resolve_threshold(halved, {"steps": torch.ones(())}) == 0.5
+    assert resolve_threshold(2.0, {}) == 2.0
+    assert resolve_threshold(None, {}) is None
 
 
 def test_adaptive_rule_requires_packed_reduction() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...amp.casting import copy_each_
 from ...parallel.layout.shard import Shape
 from ..norm.powers import powers_by_torch
-from .batching import PackedTensors, chunks, grouped
+from .batching import PackedTensors, by_position, chunks, grouped
 from .optimizer import Slot, Update, WholeOptimizer, moments
 from .tensors import Request, WholeTensors, float64_stack
 
@@ -104,14 +104,14 @@ class FactoredOptimizer(WholeOptimizer):
 
         ``together`` has this rank's parts of these sums, by position, for slots that are stepped together.
         """
-        positions, local = list[int](), list[Tensor]()
+        local: list[tuple[int, Tensor]] = []
         for slot in slots:
-            own = together.get(slot.position)
-            for part in (self.tensors.local_sum(*request) for request in requests(slot)) if own is None else own:
-                positions.append(slot.position)
-                local.append(part)
+            parts = together.get(slot.position)
+            if parts is None:
+                parts = [self.tensors.local_sum(*request) for request in requests(slot)]
+            local += ((slot.position, part) for part in parts)
         found: dict[int, list[Tensor]] = {slot.position: [] for slot in slots}
-        for position, total_sum in zip(positions, self.tensors.add_up(positions, local), strict=True):
+        for (position, _), total_sum in zip(local, self.tensors.add_up(local), strict=True):
             found[position].append(total_sum)
         return found
 
@@ -139,9 +139,8 @@ class FactoredOptimizer(WholeOptimizer):
         """
         dims = len(self.tensors.tensors[positions[0]].shape)
         for dim in (dims - 1, dims - 2):
-            for position, part in zip(
-                positions, self.tensors.local_stack_sums(positions, stack, (dim,), square), strict=True
-            ):
+            parts = self.tensors.local_stack_sums(positions, stack, (dim,), square)
+            for position, part in zip(positions, parts, strict=True):
                 found[position].append(part)
 
     def chunks_of(self, slots: Sequence[Slot]) -> Iterator[Chunk]:
@@ -161,18 +160,15 @@ class FactoredOptimizer(WholeOptimizer):
     def packed(self, chunk: Chunk) -> PackedTensors:
         """Return uninitialized tensors of the slots' shapes. The key of a stack is the position of its first slot."""
         stack_of = {slot.position: stack[0].position for stack in chunk.stacks for slot in stack}
-        keys = [stack_of.get(slot.position, (slot.param.numel(),)) for slot in chunk.slots]
-        param = chunk.slots[0].param
-        return PackedTensors([slot.param.shape for slot in chunk.slots], param.dtype, param.device, keys)
+        return PackedTensors.like(
+            chunk.slots, [stack_of.get(slot.position, (slot.param.numel(),)) for slot in chunk.slots]
+        )
 
-    def write_products(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], into: PackedTensors) -> None:
-        """Write the product of row factors and column factors of each factored tensor into ``into``, from `packed`.
-
-        ``factors`` has (row factors, column factors) per stack of the chunk, such as a result of `stacked_factors`.
-        """
-        for stack, (left, right) in zip(chunk.stacks, factors, strict=True):
+    def write_products(self, chunk: Chunk, factors: Factors, into: PackedTensors) -> None:
+        """Write the product of row factors and column factors of each factored tensor into ``into``, from `packed`."""
+        for stack in chunk.stacks:
             position = stack[0].position
-            self.tensors.outer_products(position, left, right, into.stacks[position][1])
+            self.tensors.outer_products(position, *factors[position], into.stacks[position])
 
     def move(self, old: Sequence[Tensor], new: PackedTensors, rate: float | Tensor) -> None:
         """Move each tensor of ``old`` in place toward ``new`` by a fraction, unless the step is skipped.
@@ -241,6 +237,10 @@ class Chunk:
     @property
     def others(self) -> list[Slot]:
         return self.slots[len(self.factored) :]
+
+
+Factors = Mapping[int, tuple[Tensor, Tensor]]
+"""(row factors, column factors) of stacks of factored tensors, such as `stacked_factors`, by position of the first slot."""
 
 
 def stacked_factors(stack: Sequence[Slot], rows: str, columns: str, least: float | None) -> tuple[Tensor, Tensor]:
@@ -313,7 +313,7 @@ class Adafactor(FactoredOptimizer):
         super().__init__(params, defaults)
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        shape = self.tensors.tensors[slot.position].shape
+        shape = self.shape_of(slot)
         if not is_factored(shape):
             return {"variance": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
         rows, columns = row_and_column_zeros(slot, shape)
@@ -327,16 +327,15 @@ class Adafactor(FactoredOptimizer):
         sizes = {slot.position: sums[slot.position].pop(0) for slot in slots}  # sums of squares of the parameters
         moments = {slot.position: self._moments(slot, iter(sums[slot.position])) for slot in single}
         self._write_moments(chunks, sums)
-        factors = [
-            [stacked_factors(stack, "row_var", "col_var", self._least(stack[0])) for stack in chunk.stacks]
+        factors = {
+            stack[0].position: stacked_factors(stack, "row_var", "col_var", self._least(stack[0]))
             for chunk in chunks
-        ]
+            for stack in chunk.stacks
+        }
         powers = dict[int, list[Tensor]]()
-        for chunk, of_chunk in zip(chunks, factors, strict=True):
-            found = self.tensors.local_powers(
-                [slot.position for slot in chunk.slots], self._updates_of(chunk, of_chunk).tensors
-            )
-            powers.update((slot.position, [power]) for slot, power in zip(chunk.slots, found, strict=True))
+        for chunk in chunks:
+            of_chunk = self.tensors.local_powers(by_position(chunk.slots, self._updates_of(chunk, factors).tensors))
+            powers.update((position, [power]) for position, power in of_chunk.items())
 
         def of_update(slot: Slot) -> Iterator[Request]:
             u = self._update(slot, moments[slot.position])
@@ -351,8 +350,8 @@ class Adafactor(FactoredOptimizer):
             rate = rate / (rms(squares[slot.position], shape) / group["d"]).clamp(min=1)
             param = slot.param * (1 - group["lr"] * group["weight_decay"]) - rate * u
             yield Update(slot, param, moments[slot.position])
-        for chunk, of_chunk in zip(chunks, factors, strict=True):
-            u_of_chunk, lr = self._updates_of(chunk, of_chunk), chunk.group["lr"]
+        for chunk in chunks:
+            u_of_chunk, lr = self._updates_of(chunk, factors), chunk.group["lr"]
             u_of_chunk.multiply(self._relative_rates(chunk, sizes, squares))
             params = [slot.param for slot in chunk.slots]
             self.descend_each(params, u_of_chunk.tensors, lr, chunk.group["weight_decay"])
@@ -396,9 +395,9 @@ class Adafactor(FactoredOptimizer):
 
     def _squares_together(self, slots: Sequence[Slot]) -> dict[int, list[Tensor]]:
         """Return this rank's parts of the sums that `_squares` requests, by position."""
-        powers = self.tensors.local_powers([slot.position for slot in slots], [slot.param for slot in slots])
+        powers = self.tensors.local_powers({slot.position: slot.param for slot in slots})
         of_gradients = self.gradient_squares(slots)
-        return {slot.position: [power, *of_gradients[slot.position]] for slot, power in zip(slots, powers, strict=True)}
+        return {position: [power, *of_gradients[position]] for position, power in powers.items()}
 
     def _write_moments(self, chunks: Sequence[Chunk], sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change the second moments in place. ``sums`` has sums of squares per row and per column, by position."""
@@ -408,12 +407,11 @@ class Adafactor(FactoredOptimizer):
                 means = self.means(chunk.factored, sums)
                 self.move_means(chunk.factored, ("row_var", "col_var"), means, rates[: len(chunk.factored)])
             if chunk.others:
-                param = chunk.others[0].param
-                new = PackedTensors([slot.param.shape for slot in chunk.others], param.dtype, param.device)
-                new.fill([slot.grad for slot in chunk.others]).flat.square_()
+                new = PackedTensors.like(chunk.others).fill([slot.grad for slot in chunk.others])
+                new.flat.square_()
                 self.move([slot.state["variance"] for slot in chunk.others], new, rates[len(chunk.factored) :])
 
-    def _updates_of(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]]) -> PackedTensors:
+    def _updates_of(self, chunk: Chunk, factors: Factors) -> PackedTensors:
         """Return `_update` of each slot. ``factors`` has the `stacked_factors` of the chunk's stacks."""
         made = self.packed(chunk)
         self.write_products(chunk, factors, made)
@@ -529,10 +527,10 @@ class CAME(FactoredOptimizer):
         sums = self.sums(slots, self._squares, self.gradient_squares(together))
         moments = {slot.position: self._moments(slot, iter(sums[slot.position])) for slot in single}
         self._write_moments(chunks, sums)
-        factors = [[_inverse_roots(stack, "sq") for stack in chunk.stacks] for chunk in chunks]
+        factors = _inverse_roots(chunks, "sq")
         parts = dict[int, list[Tensor]]()
-        for chunk, of_chunk in zip(chunks, factors, strict=True):
-            parts |= self._residuals_together(chunk, self._updates_of(chunk, of_chunk))
+        for chunk in chunks:
+            parts |= self._residuals_together(chunk, self._updates_of(chunk, factors))
         sums = self.sums(slots, lambda slot: self._residuals(slot, moments[slot.position]), parts)
         for slot in single:
             group, shape, u = slot.group, self.shape_of(slot), self._update(slot, moments[slot.position])
@@ -545,8 +543,8 @@ class CAME(FactoredOptimizer):
                 descent = descent * self._inverse_root(slot, state, "res")
             param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * descent
             yield Update(slot, param, state)
-        for chunk, of_chunk in zip(chunks, factors, strict=True):
-            self._descend_together(chunk, of_chunk, sums)
+        for chunk in chunks:
+            self._descend_together(chunk, factors, sums)
             yield from (Update(slot, slot.param, {}) for slot in chunk.slots)
 
     # One tensor after the other -------------------------------------------------------------------------------------
@@ -608,12 +606,11 @@ class CAME(FactoredOptimizer):
                 torch._foreach_add_(means, eps)
                 self.move_means(chunk.factored, ("exp_avg_sq_row", "exp_avg_sq_col"), means, rate)
             if chunk.others:
-                param = chunk.others[0].param
-                new = PackedTensors([slot.param.shape for slot in chunk.others], param.dtype, param.device)
-                new.fill([slot.grad for slot in chunk.others]).flat.square_().add_(eps)
+                new = PackedTensors.like(chunk.others).fill([slot.grad for slot in chunk.others])
+                new.flat.square_().add_(eps)
                 self.move([slot.state["exp_avg_sq"] for slot in chunk.others], new, rate)
 
-    def _updates_of(self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]]) -> PackedTensors:
+    def _updates_of(self, chunk: Chunk, factors: Factors) -> PackedTensors:
         """Return `_update` of each slot. ``factors`` has the `_inverse_roots` of the chunk's stacks."""
         made = self.packed(chunk)
         self.write_products(chunk, factors, made)
@@ -625,14 +622,13 @@ class CAME(FactoredOptimizer):
 
     def _residuals_together(self, chunk: Chunk, updates: PackedTensors) -> dict[int, list[Tensor]]:
         """Return this rank's parts of the sums that `_residuals` requests, by position."""
-        others = [slot.position for slot in chunk.others]
-        powers = self.tensors.local_powers(others, updates.tensors[len(chunk.factored) :])
-        found = {position: [power] for position, power in zip(others, powers, strict=True)}
+        powers = self.tensors.local_powers(by_position(chunk.others, updates.tensors[len(chunk.factored) :]))
+        found = {position: [power] for position, power in powers.items()}
         for stack in chunk.stacks:
             positions, numel = [slot.position for slot in stack], stack[0].param.numel()
             found.update((position, []) for position in positions)
             numel = numel if self.tensors.contributes(positions[0]) else 0
-            u = updates.stacks[positions[0]][1][:, :numel].double()
+            u = updates.stacks[positions[0]][:, :numel].double()
             e = float64_stack([slot.state["exp_avg"].view(-1)[:numel] for slot in stack])
             torch.sub(u, e, out=e)
             self.add_row_and_column_sums(found, positions, u, square=True)
@@ -640,9 +636,7 @@ class CAME(FactoredOptimizer):
             self.add_row_and_column_sums(found, positions, u.mul_(e), square=False)
         return found
 
-    def _descend_together(
-        self, chunk: Chunk, factors: Sequence[tuple[Tensor, Tensor]], sums: Mapping[int, Sequence[Tensor]]
-    ) -> None:
+    def _descend_together(self, chunk: Chunk, factors: Factors, sums: Mapping[int, Sequence[Tensor]]) -> None:
         """Change momentum, squared differences and parameters in place."""
         group, factored, momenta = chunk.group, chunk.factored, [slot.state["exp_avg"] for slot in chunk.slots]
         # for a factored tensor, the sums of u^2 per row, which add up to the sum of u^2
@@ -655,7 +649,7 @@ class CAME(FactoredOptimizer):
         along = momenta[len(factored) :]
         if factored:
             self._write_instability(factored, 1 - k[: len(factored)].reciprocal(), sums)
-            self.write_products(chunk, [_inverse_roots(stack, "res") for stack in chunk.stacks], made)
+            self.write_products(chunk, _inverse_roots([chunk], "res"), made)
             torch._foreach_mul_(made.tensors[: len(factored)], momenta[: len(factored)])
             along = [*made.tensors[: len(factored)], *along]
         self.descend_each([slot.param for slot in chunk.slots], along, group["lr"], group["weight_decay"])
@@ -678,7 +672,10 @@ class CAME(FactoredOptimizer):
         self.move_means(slots, ("exp_avg_res_row", "exp_avg_res_col"), means, 1 - group["betas"][2])
 
 
-def _inverse_roots(stack: Sequence[Slot], what: str) -> tuple[Tensor, Tensor]:
-    """Return the factors of 1 / sqrt(means of squares) of slots with equal layouts: `stacked_factors` to the power -1/2."""
-    left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
-    return left.rsqrt_(), right.rsqrt_()
+def _inverse_roots(chunks: Sequence[Chunk], what: str) -> Factors:
+    """Return the factors of 1 / sqrt(means of squares) of each stack: its `stacked_factors` to the power -1/2."""
+    found = {}
+    for stack in (stack for chunk in chunks for stack in chunk.stacks):
+        left, right = stacked_factors(stack, f"exp_avg_{what}_row", f"exp_avg_{what}_col", None)
+        found[stack[0].position] = left.rsqrt_(), right.rsqrt_()
+    return found

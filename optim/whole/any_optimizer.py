@@ -28,7 +28,6 @@ from .tensors import LogicalTensor, WholeTensors
 # holds JSON text, which describes the nesting and contains all numbers, strings and None.
 
 PLAN = "plan"
-_KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 
 def flattened(nested: Any) -> dict[str, Any]:
@@ -53,8 +52,8 @@ def _flatten(value: Any, path: str, found: dict[str, Any]) -> dict[str, Any]:
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
         inner = [[key, _flatten(one, _beneath(path, key), found)] for key, one in value.items()]
         return {"dict": inner}
-    if type(value) in _KINDS:
-        return {_KINDS[type(value)]: [_flatten(one, _beneath(path, at), found) for at, one in enumerate(value)]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_flatten(one, _beneath(path, at), found) for at, one in enumerate(value)]}
     while path in found or path == PLAN:
         path += "_"
     found[path] = value
@@ -181,8 +180,7 @@ class AnyOptimizer(HomeOptimizer):
         return {}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+        if self.found_inf is not None and bool(self.found_inf):
             return
         values = [{slot.position: slot.param.detach() for slot in slots}, {slot.position: slot.grad for slot in slots}]
         slot_of = self.at_home(slots)

@@ -47,6 +47,11 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
+def by_position(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return {position of the slot: tensor}, for one tensor per slot."""
+    return {slot.position: tensor for slot, tensor in zip(slots, tensors, strict=True)}
+
+
 # Tensors in one buffer ------------------------------------------------------------------------------------------------
 
 
@@ -63,8 +68,7 @@ class PackedTensors:
     Attributes:
         tensors: Views of the buffer, in the order of ``shapes``.
         flat: The buffer. Elements between two tensors have no meaning.
-        stacks: {key: (indices, stack)}: the indices of the tensors with this key, and a view of the buffer with one of
-            these tensors at the beginning of each row.
+        stacks: {key: view of the buffer that has one of the tensors with this key at the beginning of each row}.
     """
 
     def __init__(
@@ -80,15 +84,21 @@ class PackedTensors:
         padded = {key: -(-numels[indices[0]] // 64) * 64 for key, indices in by_key.items()}
         sizes = [padded[key] * len(indices) for key, indices in by_key.items()]
         self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self.stacks: dict[Hashable, tuple[list[int], Tensor]] = {}
+        self.stacks: dict[Hashable, Tensor] = {}
         found: dict[int, Tensor] = {}
         for (key, indices), block in zip(by_key.items(), self.flat.split(sizes), strict=True):
             stack = block.view(len(indices), padded[key])
-            self.stacks[key] = indices, stack
+            self.stacks[key] = stack
             for index, row in zip(indices, stack.unbind(), strict=True):
                 found[index] = row[: numels[index]].view(tuple(shapes[index]))
         self.tensors = [found[index] for index in range(len(shapes))]
         self._order = [index for indices in by_key.values() for index in indices]
+
+    @classmethod
+    def like(cls, slots: Sequence[Slot], keys: Sequence[Hashable] | None = None) -> PackedTensors:
+        """Return tensors of the slots' shapes, with the dtype and device of the first slot, which all slots must have."""
+        param = slots[0].param
+        return cls([slot.param.shape for slot in slots], param.dtype, param.device, keys)
 
     def fill(self, sources: Sequence[Tensor]) -> PackedTensors:
         """Copy one source into each tensor, and return self."""
@@ -101,8 +111,8 @@ class PackedTensors:
         if self._order != sorted(self._order):
             rows = each.unbind()
             each = torch.stack([rows[index] for index in self._order])
-        stacks = [stack for _, stack in self.stacks.values()]
-        for stack, part in zip(stacks, each.split([len(stack) for stack in stacks]), strict=True):
+        parts = each.split([len(stack) for stack in self.stacks.values()])
+        for stack, part in zip(self.stacks.values(), parts, strict=True):
             stack.mul_(part.unsqueeze(1))
 
 
@@ -113,24 +123,24 @@ class LazyTensors(Mapping[int, Tensor]):
     """A mapping that computes its tensors on access, so that few of them are in memory at the same time.
 
     Keys are indices of stepped tensors over all param groups. ``make`` is called on every access, and its result is not
-    stored. ``make_all`` computes several values with few kernels; None: ``make`` computes them.
+    stored. ``make_all`` computes several values with few kernels, by position; None: ``make`` computes them.
     """
 
     def __init__(
         self,
         slots: Sequence[Slot],
         make: Callable[[Slot], Tensor],
-        make_all: Callable[[Sequence[Slot]], Sequence[Tensor]] | None = None,
+        make_all: Callable[[Sequence[Slot]], Mapping[int, Tensor]] | None = None,
     ) -> None:
         self._slots, self._make, self._make_all = {slot.position: slot for slot in slots}, make, make_all
 
     def __getitem__(self, position: int) -> Tensor:
         return self._make(self._slots[position])
 
-    def all_of(self, positions: Sequence[int]) -> Sequence[Tensor]:
-        """Return the values for several positions."""
+    def all_of(self, positions: Sequence[int]) -> Mapping[int, Tensor]:
+        """Return the values for several positions, by position."""
         if self._make_all is None:
-            return [self[position] for position in positions]
+            return {position: self[position] for position in positions}
         return self._make_all([self._slots[position] for position in positions])
 
     def __contains__(self, position: object) -> bool:
@@ -143,6 +153,6 @@ class LazyTensors(Mapping[int, Tensor]):
         return len(self._slots)
 
 
-def values_of(mapping: Mapping[int, Tensor], positions: Sequence[int]) -> Sequence[Tensor]:
+def values_of(mapping: Mapping[int, Tensor], positions: Sequence[int]) -> Mapping[int, Tensor]:
     """Return the values of a mapping for several positions, computed together if it is a `LazyTensors`."""
-    return mapping.all_of(positions) if isinstance(mapping, LazyTensors) else [mapping[one] for one in positions]
+    return mapping.all_of(positions) if isinstance(mapping, LazyTensors) else {one: mapping[one] for one in positions}

@@ -108,6 +108,17 @@ def each(compute: Compute) -> ComputeStack:
     return of_stack
 
 
+class OwnStack(NamedTuple):
+    """This rank's own matrices of one shape in a round.
+
+    ``numbers`` are their indices in the round. ``tensors`` has one tensor [matrices, ...] per tensor that is exchanged
+    per matrix, such as the weights and the gradients.
+    """
+
+    numbers: Sequence[int]
+    tensors: list[Tensor]
+
+
 class TransferSlice(NamedTuple):
     """A rectangle of one of this rank's shards, and its place in the flat buffer that is sent or received.
 
@@ -122,6 +133,23 @@ class TransferSlice(NamedTuple):
     begin: int | None
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """One direction of a round: its elements of this rank's shards, and the sizes of the all-to-all.
+
+    Args:
+        slices: This rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
+        sent: Number of elements that this rank sends to each rank of the round.
+        received: Number of elements that this rank receives from each rank of the round.
+        is_needed: False if no rank of the round sends elements to another rank; equal on all of these ranks.
+    """
+
+    slices: Mapping[int, Sequence[TransferSlice]]
+    sent: list[int]
+    received: list[int]
+    is_needed: bool
+
+
 class Round:
     """A group of matrices that are exchanged in the same all-to-alls.
 
@@ -131,6 +159,7 @@ class Round:
     a buffer when the next round with this index writes to it.
 
     Attributes:
+        ranks, matrices: The arguments.
         own: The matrices that this rank owns.
         positions: The positions, over all param groups, of this rank's shards of the tensors that contain the matrices.
     """
@@ -146,37 +175,36 @@ class Round:
         buffers: Buffers,
     ) -> None:
         self._tensors, self.ranks, self._lists = tensors, ranks, lists
-        self._me, self._matrices, self._dtype = tensors.rank, matrices, dtype
+        self._me, self.matrices, self._dtype = tensors.rank, matrices, dtype
         self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
         # matrices of equal shapes are next to each other in memory, so that they can be computed together
-        self._stacks = list(grouped(self._own, lambda index: matrices[index].shape).values())
-        # {(other rank, owner rank): number of elements}: sent to the owner rank, and sent back from the owner rank
-        self._there = self._counts(lambda m: m.sources, lists)
-        self._back = self._counts(lambda m: m.holders, 1)
-        self._sent = self._places(lambda m: m.sources, lists)
-        self._returned = self._places(lambda m: m.holders, 1)
+        self._by_shape = list(grouped(self._own, lambda index: matrices[index].shape).values())
+        self._there = self._transfer(lambda m: m.sources, lists, to_owner=True)
+        self._back = self._transfer(lambda m: m.holders, 1, to_owner=False)
         self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
-    def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
-        """Return {(other rank, owner rank): number of elements that one of them sends to the other in this round}.
+    def _transfer(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int, to_owner: bool) -> Transfer:
+        """Return the direction to the owner ranks (``to_owner``), or the direction of the results that they send back.
 
-        ``boxes`` is `Matrix.sources` for the direction to the owner rank, and `Matrix.holders` for the results that it
-        sends back. ``lists`` is the number of tensors per matrix in this direction.
+        ``boxes`` is `Matrix.sources` for the direction to the owner ranks, else `Matrix.holders`. ``lists`` is the number
+        of tensors per matrix in this direction.
         """
-        found: dict[tuple[int, int], int] = {}
-        for matrix in self._matrices:
+        counts: dict[tuple[int, int], int] = {}  # by (sending rank, receiving rank)
+        for matrix in self.matrices:
             for rank, those in boxes(matrix).items():
                 if rank != matrix.home:
-                    count = lists * sum(prod(box.sizes) for box in those)
-                    found[rank, matrix.home] = found.get((rank, matrix.home), 0) + count
-        return found
+                    ranks = (rank, matrix.home) if to_owner else (matrix.home, rank)
+                    counts[ranks] = counts.get(ranks, 0) + lists * sum(prod(box.sizes) for box in those)
+        sent = [counts.get((self._me, rank), 0) for rank in self.ranks]
+        received = [counts.get((rank, self._me), 0) for rank in self.ranks]
+        return Transfer(self._slices(boxes, lists), sent, received, bool(counts))
 
-    def _places(
+    def _slices(
         self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
     ) -> dict[int, list[TransferSlice]]:
-        """Return this rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
+        """Return `Transfer.slices`.
 
         The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
         on. Matrices that this rank owns itself are left out. For each owner rank, the elements are ordered by matrix,
@@ -185,7 +213,7 @@ class Round:
         found: dict[int, list[TransferSlice]] = {}
         at = 0
         for home in self.ranks:
-            for number, matrix in enumerate(self._matrices):
+            for number, matrix in enumerate(self.matrices):
                 if matrix.home != home:
                     continue
                 for index in range(lists):
@@ -198,37 +226,39 @@ class Round:
 
     # To the owner rank ----------------------------------------------------------------------------------------------
 
-    def send(self, values: Sequence[Mapping[int, Tensor]], device: torch.device) -> Callable[[], list[list[Tensor]]]:
+    def send(self, values: Sequence[Mapping[int, Tensor]], device: torch.device) -> Callable[[], list[OwnStack]]:
         """Start sending this rank's elements of the matrices to the owner ranks.
 
         Each mapping in ``values`` maps the position of a stepped shard to a tensor of the shard's shape. Return a
-        function that waits for the all-to-all, and returns the full tensors of the matrices in `own`, on ``device``:
-        for each stack of matrices with equal shapes, one tensor [matrices, ...] per mapping in ``values``.
+        function that waits for the all-to-all, and returns the full tensors of the matrices in `own`, on ``device``.
         """
         stacks = self._empty_stacks(device)
-        wholes = self._of_matrices(stacks)
-        flat, out, into = self._flat("sent", self._there, True, device)
-        for positions in _portions(self._sent, device):
+        # {index of an own matrix in this round: its full tensors}
+        wholes = {
+            number: [s[row] for s in tensors] for numbers, tensors in stacks for row, number in enumerate(numbers)
+        }
+        flat = self._buffer("sent", sum(self._there.sent), device)
+        for positions in _portions(self._there.slices, device):
             copies: list[tuple[Tensor, Tensor]] = []
             for index, of_list in enumerate(values):
-                for position, value in zip(positions, values_of(of_list, positions), strict=True):
-                    places = self._sent[position]
+                for position, value in values_of(of_list, positions).items():
+                    places = self._there.slices[position]
                     parts = self._parts(position, value, places)
                     for number, _, box, begin in (place for place in places if place.which == index):
                         if begin is None:
-                            target = narrowed(wholes[number][index], box, self._matrices[number].box.offsets)
+                            target = narrowed(wholes[number][index], box, self.matrices[number].box.offsets)
                         else:
                             target = flat[begin : begin + prod(box.sizes)].view(box.sizes)
                         copies.append((target, parts[box]))
             _copy(copies)
-        arrived = self._exchange("arrived", self._there, flat, out, into, device)
+        arrived = self._exchange("arrived", self._there, flat, device)
 
-        def finish() -> list[list[Tensor]]:
+        def finish() -> list[OwnStack]:
             elements, at = arrived(), 0
             copies: list[tuple[Tensor, Tensor]] = []
             for rank in self.ranks:
                 for number in self._own if rank != self._me else ():
-                    matrix = self._matrices[number]
+                    matrix = self.matrices[number]
                     for whole in wholes[number]:
                         for box in matrix.sources.get(rank, ()):
                             part, at = elements[at : at + prod(box.sizes)], at + prod(box.sizes)
@@ -239,45 +269,39 @@ class Round:
 
         return finish
 
-    def _empty_stacks(self, device: torch.device) -> list[list[Tensor]]:
-        """Return uninitialized tensors for the matrices in `own`, in the form that `send` returns."""
-        shapes = [(len(numbers), *self._matrices[numbers[0]].shape) for numbers in self._stacks]
-        numels = [prod(shape) for shape in shapes for _ in range(self._lists)]
-        flat = self._buffers.flat(("whole", self._buffer_index), sum(numels), self._dtype, device)
-        parts = iter(flat.split(numels))
-        return [[next(parts).view(shape) for _ in range(self._lists)] for shape in shapes]
-
-    def _of_matrices(self, stacks: Sequence[Sequence[Tensor]]) -> dict[int, list[Tensor]]:
-        """Return {index of a matrix in this round: list of its full tensors} for the matrices in `own`."""
-        return {
-            number: [stack[row] for stack in of_lists]
-            for numbers, of_lists in zip(self._stacks, stacks, strict=True)
-            for row, number in enumerate(numbers)
-        }
+    def _empty_stacks(self, device: torch.device) -> list[OwnStack]:
+        """Return stacks of uninitialized tensors for the matrices in `own`."""
+        flat = self._buffer("whole", self._lists * sum(prod(matrix.shape) for matrix in self.own), device)
+        stacks, at = list[OwnStack](), 0
+        for numbers in self._by_shape:
+            shape = (self._lists, len(numbers), *self.matrices[numbers[0]].shape)
+            stacks.append(OwnStack(numbers, list(flat[at : at + prod(shape)].view(shape).unbind())))
+            at += prod(shape)
+        return stacks
 
     # Back to the ranks with shards ----------------------------------------------------------------------------------
 
     def send_back(
         self,
-        stacks: list[list[Tensor]],
+        stacks: Sequence[OwnStack],
         compute: ComputeStack,
         results: dict[int, Tensor],
         device: torch.device,
     ) -> Callable[[], Iterator[list[int]]]:
         """Compute this rank's own matrices, and start sending the results to the ranks that hold shards of the matrices.
 
-        ``stacks`` are the full tensors from the function that `send` returned. Return a function that returns an iterator.
+        ``stacks`` are from the function that `send` returned. Return a function that returns an iterator.
         The iterator waits for the all-to-all, writes this rank's shards into ``results`` by position, in the full tensors'
         dtype, and yields the positions of the shards that it has written.
         """
-        flat, out, into = self._flat("sent back", self._back, False, device)
+        flat = self._buffer("sent back", sum(self._back.sent), device)
         begins = self._begins()
         stays: dict[int, Tensor] = {}
-        for numbers, of_lists in zip(self._stacks, stacks, strict=True):
+        for numbers, tensors in stacks:
             copies: list[tuple[Tensor, Tensor]] = []
-            found = compute([self._matrices[number] for number in numbers], of_lists)
+            found = compute([self.matrices[number] for number in numbers], tensors)
             for number, made in zip(numbers, found, strict=True):
-                matrix = self._matrices[number]
+                matrix = self.matrices[number]
                 # contiguous, because copies of parts of a transposed matrix are slow
                 stays[number] = made = made.contiguous()
                 for rank in self.ranks:
@@ -286,21 +310,21 @@ class Round:
                         part = narrowed(made, box, matrix.box.offsets)
                         copies.append((flat[begin : begin + prod(box.sizes)].view(box.sizes), part))
             _copy(copies)
-        arrived = self._exchange("arrived back", self._back, flat, out, into, device)
+        arrived = self._exchange("arrived back", self._back, flat, device)
 
         def finish() -> Iterator[list[int]]:
             elements = arrived()
             for positions in _portions(self.positions, device):
                 copies: list[tuple[Tensor, Tensor]] = []
                 for position in positions:  # includes empty shards, which need a result tensor too
-                    places = self._returned.get(position, [])
+                    places = self._back.slices.get(position, ())
                     if position not in results:
                         shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
                         results[position] = torch.empty(shape, dtype=dtype, device=device)
                     parts = self._parts(position, results[position], places)
                     for number, _, box, begin in places:
                         if begin is None:
-                            part = narrowed(stays[number], box, self._matrices[number].box.offsets)
+                            part = narrowed(stays[number], box, self.matrices[number].box.offsets)
                         else:
                             part = elements[begin : begin + prod(box.sizes)].view(box.sizes)
                         copies.append((parts[box], part))
@@ -315,7 +339,7 @@ class Round:
         found, at = {}, 0
         for rank in self.ranks:
             for number in self._own if rank != self._me else ():
-                for box in self._matrices[number].holders.get(rank, ()):
+                for box in self.matrices[number].holders.get(rank, ()):
                     found[number, rank, box] = at
                     at += prod(box.sizes)
         return found
@@ -326,37 +350,23 @@ class Round:
         """Return {rectangle: view of its elements in ``value``} for the rectangles in ``places``."""
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 
-    def _flat(
-        self, use: str, counts: Mapping[tuple[int, int], int], towards_home: bool, device: torch.device
-    ) -> tuple[Tensor, list[int], list[int]]:
-        """Return (send buffer, number of elements sent to each rank, number of elements received from each rank)."""
-        me = self._me
-        out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
-        into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
-        return self._buffers.flat((use, self._buffer_index), sum(out), self._dtype, device), out, into
+    def _buffer(self, use: str, numel: int, device: torch.device) -> Tensor:
+        return self._buffers.flat((use, self._buffer_index), numel, self._dtype, device)
 
-    def _exchange(
-        self,
-        use: str,
-        counts: Mapping[tuple[int, int], int],
-        flat: Tensor,
-        out: list[int],
-        into: list[int],
-        device: torch.device,
-    ) -> Callable[[], Tensor]:
-        """Start an all-to-all among `ranks`, unless ``counts`` is empty.
+    def _exchange(self, use: str, transfer: Transfer, flat: Tensor, device: torch.device) -> Callable[[], Tensor]:
+        """Start an all-to-all of ``flat`` among `ranks`, unless no rank sends elements.
 
         Return a function that waits for the all-to-all, and returns the received elements on ``device``, ordered by sending
-        rank. It returns ``flat`` if ``counts`` is empty.
+        rank. Without an all-to-all it returns ``flat``.
         """
-        if not counts:
+        if not transfer.is_needed:
             return lambda: flat
         registry = self._tensors.registry
         assert registry is not None
         flat = flat.to(registry.device)
-        arrived = self._buffers.flat((use, self._buffer_index), sum(into), self._dtype, registry.device)
+        arrived = self._buffer(use, sum(transfer.received), registry.device)
         group = self._tensors.group(self.ranks)
-        work: Any = dist.all_to_all_single(arrived, flat, into, out, group=group, async_op=True)
+        work: Any = dist.all_to_all_single(arrived, flat, transfer.received, transfer.sent, group=group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -474,18 +484,16 @@ class Homes:
             }
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
         self.load = load
-        shares = [
+        self.buffers, self._lists = Buffers(), lists
+        self._rounds = self._rounds_of(
             (ranks, matrices)
             for ranks in sorted(by_ranks)
             if tensors.rank in ranks
             for matrices in _rounds(by_ranks[ranks], lists, round_bytes)
-        ]
-        self.buffers = Buffers()
-        self._lists, self._shares = lists, shares
-        self._rounds = self._rounds_of(shares)
+        )
         self.own = [matrix for one in self._rounds for matrix in one.own]
 
-    def _rounds_of(self, shares: Sequence[tuple[tuple[int, ...], Sequence[Matrix]]]) -> list[Round]:
+    def _rounds_of(self, shares: Iterable[tuple[tuple[int, ...], Sequence[Matrix]]]) -> list[Round]:
         return [
             Round(
                 self.tensors,
@@ -553,8 +561,8 @@ class Homes:
         if device is None or not batching.batches_on(device):
             return self._alone(values, compute)
         present = [
-            (ranks, [matrix for matrix in matrices if self.tensors.positions(matrix.tensor)[0] in values[0]])
-            for ranks, matrices in self._shares
+            (one.ranks, [matrix for matrix in one.matrices if self.tensors.positions(matrix.tensor)[0] in values[0]])
+            for one in self._rounds
         ]
         return in_flight(self._rounds_of([one for one in present if one[1]]), values, compute, device)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ..norm.powers import powers_by_torch
-from .batching import LazyTensors, PackedTensors, chunks, grouped
-from .optimizer import Slot, Update, WholeOptimizer, adam_directions, late_steps, moments
+from .batching import LazyTensors, PackedTensors, by_position, chunks, grouped
+from .optimizer import Slot, Update, WholeOptimizer, adam_directions, late_steps, moments, next_moments
 
 
 class LAMB(WholeOptimizer):
@@ -110,18 +110,15 @@ class LAMB(WholeOptimizer):
                 directions.multiply(_trust(_norms([slot.param for slot in chunk]), _norms(directions.tensors)))
             self.descend_each([slot.param for slot in chunk], directions.tensors, chunk[0].group["lr"])
         kept = [(chunk, self._directions(chunk)) for chunk in _chunks(sharded)]
-        of_slots = [
-            (slot, direction)
-            for chunk, directions in kept
-            for slot, direction in zip(chunk, directions.tensors, strict=True)
-            if _is_adapted(slot)
-        ]
-        w_norms, r_norms = self.tensors.norms_of(
-            {slot.position: slot.param for slot, _ in of_slots}, {slot.position: one for slot, one in of_slots}
-        )
+        params, found = dict[int, Tensor](), dict[int, Tensor]()
         for chunk, directions in kept:
             if _is_adapted(chunk[0]):
-                w, r = (torch.stack([found[slot.position] for slot in chunk]) for found in (w_norms, r_norms))
+                params |= {slot.position: slot.param for slot in chunk}
+                found |= by_position(chunk, directions.tensors)
+        w_norms, r_norms = self.tensors.norms_of(params, found)
+        for chunk, directions in kept:
+            if _is_adapted(chunk[0]):
+                w, r = (torch.stack([norms[slot.position] for slot in chunk]) for norms in (w_norms, r_norms))
                 directions.multiply(_trust(w, r))
             self.descend_each([slot.param for slot in chunk], directions.tensors, chunk[0].group["lr"])
         yield from (Update(slot, slot.param, {}) for slot in slots if not slot.group["bias_correction"])
@@ -131,7 +128,7 @@ class LAMB(WholeOptimizer):
         group, counts = chunk[0].group, [slot.state["step"] for slot in chunk]
         if not group["bias_correction"]:
             counts = late_steps(chunk)
-        directions = adam_directions(chunk, counts, getattr(self, "found_inf", None))
+        directions = adam_directions(chunk, counts, self.found_inf)
         if decay := group["weight_decay"]:
             torch._foreach_add_(directions.tensors, [slot.param for slot in chunk], alpha=decay)
         return directions
@@ -148,10 +145,8 @@ def _is_adapted(slot: Slot) -> bool:
 
 def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's shards of the new first moment, the new second moment, and the update direction of LAMB."""
-    group, t = slot.group, slot.step
+    group, t, (m, v) = slot.group, slot.step, next_moments(slot)
     beta1, beta2 = group["betas"]
-    m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
-    v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
     m_hat, v_hat = (m / (1 - beta1**t), v / (1 - beta2**t)) if group["bias_correction"] else (m, v)
     return m, v, m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * slot.param
 
@@ -263,7 +258,7 @@ class LARS(WholeOptimizer):
                 along.tensors,
                 [slot.state["momentum_buffer"] for slot in chunk],
                 fused=True,
-                found_inf=getattr(self, "found_inf", None),
+                found_inf=self.found_inf,
                 lr=group["lr"],
                 weight_decay=0.0,
                 momentum=group["momentum"],
@@ -341,7 +336,7 @@ class StableAdamW(WholeOptimizer):
         """Make the step of `updates` in place, with few kernels. Yield an `Update` without new states for each slot."""
         found: dict[int, Tensor] = {}
         for chunk in _chunks(slots):
-            grads, change = _gradients(chunk), _packed(chunk)
+            grads, change = _gradients(chunk), PackedTensors.like(chunk)
             for which, (key, power) in enumerate((("exp_avg", 1), ("exp_avg_sq", 2))):
                 old = [slot.state[key] for slot in chunk]
                 torch.pow(grads.flat, power, out=change.flat)
@@ -352,12 +347,11 @@ class StableAdamW(WholeOptimizer):
             made = list(torch._foreach_clamp_min([slot.state["exp_avg_sq"] for slot in chunk], least))
             torch._foreach_rsqrt_(made)
             torch._foreach_mul_(made, grads.tensors)
-            positions = [slot.position for slot in chunk]
-            found.update(zip(positions, self.tensors.local_powers(positions, made), strict=True))
+            found |= self.tensors.local_powers(by_position(chunk, made))
         norms = self.tensors.norms_of_powers(found)
         for chunk in _chunks(slots):
             params, group = [slot.param for slot in chunk], chunk[0].group
-            along = _packed(chunk).fill([slot.state["exp_avg"] for slot in chunk])
+            along = PackedTensors.like(chunk).fill([slot.state["exp_avg"] for slot in chunk])
             roots = list(torch._foreach_sqrt([slot.state["exp_avg_sq"] for slot in chunk]))
             torch._foreach_add_(roots, group["eps"])
             torch._foreach_div_(along.tensors, roots)
@@ -379,15 +373,9 @@ def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     return (chunk for kind in kinds for chunk in chunks(kind, lambda slot: slot.param.numel()))
 
 
-def _packed(chunk: Sequence[Slot]) -> PackedTensors:
-    """Return uninitialized tensors of the shapes and the dtype of the slots."""
-    param = chunk[0].param
-    return PackedTensors([slot.param.shape for slot in chunk], param.dtype, param.device)
-
-
 def _gradients(chunk: Sequence[Slot]) -> PackedTensors:
     """Return the unscaled gradients of the slots."""
-    grads, scale = _packed(chunk), chunk[0].grad_scale
+    grads, scale = PackedTensors.like(chunk), chunk[0].grad_scale
     if any(slot.scaled_grad.dtype != slot.param.dtype for slot in chunk):
         return grads.fill([slot.grad for slot in chunk])
     grads.fill([slot.scaled_grad for slot in chunk])

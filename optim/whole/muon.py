@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
-from math import frexp, inf, sqrt
+from math import frexp, inf, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from ...parallel.mesh.deprecation import renamed_arguments, renamed_fields
 from ...parallel.mesh.text import some, without_wrappers
 from ..states.chain import named_params_of
 from . import batching
-from .batching import LazyTensors, grouped
+from .batching import LazyTensors, by_position, grouped
 from .exchange import Homes, Matrix, each
 from .optimizer import ADAMW, Slot, Update, WholeOptimizer, adamw_in_place, adamw_update, moments
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
@@ -433,16 +433,12 @@ class Muon(WholeOptimizer):
 
         directions = LazyTensors(list(matrices.values()), _direction, _directions)
         devices = [slot.param.device for slot in matrices.values()]
-        device = devices[0] if devices else None
-        stacks = device is not None and batching.batches_on(device) and not self.fixed_order
-        if stacks and {*devices} == {device}:
-            found = self._homes.map_stacks([directions], orthogonal_stack, device)
-        else:
-            found = self._homes.map_stacks([directions], each(orthogonal), device)
-        for made in found:
+        is_stacked = len({*devices}) == 1 and batching.batches_on(devices[0]) and not self.fixed_order
+        compute = orthogonal_stack if is_stacked else each(orthogonal)
+        for made in self._homes.map_stacks([directions], compute, devices[0] if devices else None):
             yield from self._descend_along(made, matrices)
         together = grouped(others, lambda slot: slot.is_batched)
-        adamw_in_place(together.get(True, ()), getattr(self, "found_inf", None))
+        adamw_in_place(together.get(True, ()), self.found_inf)
         for slot in together.get(False, ()):
             yield adamw_update(slot)
 
@@ -499,16 +495,16 @@ def _direction(slot: Slot) -> Tensor:
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 
 
-def _directions(slots: Sequence[Slot]) -> list[Tensor]:
-    """Return the same as `_direction` for each slot, with few kernels."""
+def _directions(slots: Sequence[Slot]) -> dict[int, Tensor]:
+    """Return {position: the same as `_direction`} for each slot, with few kernels."""
     found: dict[int, Tensor] = {}
     for (nesterov, mu, *_), alike in grouped(
         slots, lambda slot: (slot.group["nesterov"], slot.group["momentum"], slot.param.device, slot.param.dtype)
     ).items():
         momenta: list[Tensor] = [slot.state["momentum_buffer"] for slot in alike]
         made = torch._foreach_lerp([slot.grad for slot in alike], momenta, float(mu)) if nesterov else momenta
-        found.update((slot.position, tensor) for slot, tensor in zip(alike, made, strict=True))
-    return [found[slot.position] for slot in slots]
+        found |= by_position(alike, made)
+    return found
 
 
 def _boxes(tensor: LogicalTensor) -> Sequence[Box]:
@@ -519,10 +515,7 @@ def as_matrix(shape: Shape) -> Shape:
     """Return (rows, columns): the last two of three dims, else the first dim and the product of all other dims."""
     if len(shape) == 3:
         return shape[1:]
-    rest = 1
-    for size in shape[1:]:
-        rest *= size
-    return shape[0], rest
+    return shape[0], prod(shape[1:])
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:

@@ -105,10 +105,11 @@ class WholeOptimizer(torch.optim.Optimizer):
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
     missing gradient of a shard counts as zeros if another shard of the tensor has a gradient. A parameter that has no
     gradient on any rank keeps its value and state, as in torch. All ranks still compute its update, because they must
-    issue the same collectives. If the attribute ``found_inf``, a tensor, is 1, the step is skipped: parameters and existing
-    states do not change.
+    issue the same collectives.
 
     Attributes:
+        found_inf: 0-dim; 1: the step is skipped, so parameters and existing states do not change. `ParallelOptimizer` or a
+            grad scaler sets it during a step. None (default): the step is not skipped.
         tensors: Operations on the full tensors.
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
@@ -131,13 +132,13 @@ class WholeOptimizer(torch.optim.Optimizer):
     not_captured: ClassVar[str | None] = None
     divides_gradients: ClassVar[bool] = False
     fixed_order: bool = False
+    found_inf: Tensor | None = None
     skip_of: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
         self._frozen: set[int] = set()
-        self._skip_flags: dict[torch.device, Tensor] = {}
-        self._is_stepping = False
+        self._skip_flags: dict[torch.device, Tensor] | None = None  # None outside a step
         super().__init__(params, defaults)
 
     # For subclasses -------------------------------------------------------------------------------------------------
@@ -193,9 +194,12 @@ class WholeOptimizer(torch.optim.Optimizer):
     def tensors(self) -> WholeTensors:
         """Return the operations on the full tensors. Before `bind`, every parameter counts as a full tensor."""
         if self._tensors is None:
-            pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
-            metadata = [self.metadata_for(name, tuple(param.shape), group, None) for group, name, param in pairs]
-            self.bound(WholeTensors.alone([param for _, _, param in pairs], metadata))
+            params = [
+                (param, self.metadata_for(name, tuple(param.shape), group, None))
+                for group in self.param_groups
+                for name, param in named_params_of([group])
+            ]
+            self.bound(WholeTensors.alone(params))
         assert self._tensors is not None
         return self._tensors
 
@@ -267,9 +271,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, param in zip(saved, params_of(self.param_groups), strict=True):
-            given = state_dict["state"].get(index, {})
-            for key in filter(self.is_whole_state, [key for key, value in given.items() if isinstance(value, Tensor)]):
-                self.state[param][key] = given[key].to(param.device, copy=True)
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and self.is_whole_state(key):
+                    self.state[param][key] = value.to(param.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
@@ -278,7 +282,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
         if kept is not None:  # a copy or a pickle has this key, a call from load_state_dict does not
-            vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags={}, _is_stepping=False)
+            vars(self).update(kept, _tensors=None, _frozen=set(), _skip_flags=None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and undo `bind`. If ranks hold shards, call `bind_all` afterwards.
@@ -293,9 +297,6 @@ class WholeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Make one step, and return the loss of ``closure``; None without one.
-
-        If the attribute ``found_inf`` is 1, parameters and existing states do not change. `ParallelOptimizer` or a grad
-        scaler sets it.
 
         Args:
             closure: Recomputes and returns the loss, as in torch. None: no closure.
@@ -312,7 +313,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         counted = []
-        self._is_stepping = True
+        self._skip_flags = {}
         try:
             slots = self._slots(getattr(self, "grad_scale", None))
             # Of these, no rank has a gradient of the full tensor, or only the device knows whether one has.
@@ -328,8 +329,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 before.restore()
             self.finish_step(slots)
         finally:
-            self._is_stepping = False
-            self._skip_flags.clear()
+            self._skip_flags = None
         return loss
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -337,22 +337,22 @@ class WholeOptimizer(torch.optim.Optimizer):
 
         Host synchronization: none if ``value``, ``target`` and ``found_inf`` are on one device.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         if value is target:
             return
-        if found_inf is None:
+        skip = self._skip_flag(target.device)
+        if skip is None:
             target.copy_(value)
         else:
-            torch.where(self._skip_flag(found_inf, target.device), target, value.to(target.dtype), out=target)
+            torch.where(skip, target, value.to(target.dtype), out=target)
 
-    def _skip_flag(self, found_inf: Tensor, device: torch.device) -> Tensor:
-        """Return ``found_inf > 0`` on ``device``. Within `step`, it is computed once per device."""
-        if device not in self._skip_flags:
-            flag = found_inf.to(device) > 0
-            if not self._is_stepping:
-                return flag
-            self._skip_flags[device] = flag
-        return self._skip_flags[device]
+    def _skip_flag(self, device: torch.device) -> Tensor | None:
+        """Return ``found_inf > 0`` on ``device``; None without ``found_inf``. `step` computes it once per device."""
+        if self.found_inf is None:
+            return None
+        flags = {} if self._skip_flags is None else self._skip_flags
+        if device not in flags:
+            flags[device] = self.found_inf.to(device) > 0
+        return flags[device]
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
         """Set ``target`` to ``target - rate * (direction + decay * target)`` in place, unless the step is skipped.
@@ -406,7 +406,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 [None] * len(fused),
                 fused=True,
                 grad_scale=grad_scale,
-                found_inf=getattr(self, "found_inf", None),
+                found_inf=self.found_inf,
                 lr=rate,
                 weight_decay=decay,
                 momentum=0.0,
@@ -420,8 +420,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         together = batching.grouped(slots, lambda slot: (slot.state["step"].device, slot.state["step"].dtype))
         for (device, dtype), of_kind in together.items():
             if batching.batches_on(device):
-                found_inf: Tensor | None = getattr(self, "found_inf", None)
-                taken = torch.ones((), device=device) if found_inf is None else 1 - found_inf.to(device)
+                taken = torch.ones((), device=device) if self.found_inf is None else 1 - self.found_inf.to(device)
                 # `torch._foreach_add_` would read ``taken`` on the host
                 torch.ops.aten._foreach_add_.Tensor([slot.state["step"] for slot in of_kind], taken.to(dtype))
             else:
@@ -480,19 +479,14 @@ class _Kept:
 
 
 def _prepare_together(slots: Sequence[Slot]) -> None:
-    """Compute `Slot.step` of all slots, and call `unscale_together`, with few kernels. The slots are on a GPU."""
+    """Compute `Slot.step` and `Slot.grad` of all slots with few kernels. The slots are on a GPU.
+
+    `Slot.grad` computes a gradient on access if it has another dtype than the parameter, or no ``grad_scale``.
+    """
     for alike in batching.grouped(slots, lambda slot: (slot.state["step"].device, slot.state["step"].dtype)).values():
         steps = torch.stack([slot.state["step"] for slot in alike]).double() + 1
         for slot, step in zip(alike, steps.unbind(), strict=True):
             slot.step = step
-    unscale_together(slots)
-
-
-def unscale_together(slots: Sequence[Slot]) -> None:
-    """Compute `Slot.grad` of the slots that have a ``grad_scale``, with few kernels. The slots are on a GPU.
-
-    A slot whose gradient has another dtype than the parameter is left out: `Slot.grad` computes it on access.
-    """
     scaled = [slot for slot in slots if slot.grad_scale is not None and slot.scaled_grad.dtype == slot.param.dtype]
     for alike in batching.grouped(scaled, lambda slot: (slot.param.device, slot.param.dtype)).values():
         scale = alike[0].grad_scale
@@ -537,8 +531,7 @@ def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: T
     not change, and the directions are zeros. The slots have one param group, device and dtype, and `Slot.is_batched` is
     True. ``steps`` are the counts before this step, t - 1; they change in place.
     """
-    param, group = slots[0].param, slots[0].group
-    directions = batching.PackedTensors([slot.param.shape for slot in slots], param.dtype, param.device)
+    group, directions = slots[0].group, batching.PackedTensors.like(slots)
     directions.flat.zero_()
     fused_adamw(slots, directions.tensors, steps, found_inf, -1.0, 0.0, group["betas"], group["eps"])
     return directions
@@ -588,12 +581,17 @@ def late_steps(slots: Sequence[Slot]) -> list[Tensor]:
     return list(torch.full_like(slots[0].state["step"], LATE).expand(len(slots)).clone().unbind())
 
 
+def next_moments(slot: Slot) -> tuple[Tensor, Tensor]:
+    """Return Adam's new moments, m and v. ``slot`` itself is unchanged."""
+    beta1, beta2 = slot.group["betas"]
+    m, v = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+    return m.lerp(slot.grad, 1 - beta1), v.lerp(slot.grad.square(), 1 - beta2)
+
+
 def adamw_update(slot: Slot) -> Update:
     """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged."""
-    group, t = slot.group, slot.step
+    group, t, (m, v) = slot.group, slot.step, next_moments(slot)
     beta1, beta2 = group["betas"]
-    m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
-    v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
     m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
     param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
     return Update(slot, param, {"exp_avg": m, "exp_avg_sq": v})
@@ -699,7 +697,7 @@ class HomeOptimizer(WholeOptimizer):
         return _number(key) is not None
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        assert self.tensors, "the property binds the optimizer"
+        _ = self.tensors  # binds the optimizer, which sets `_own`
         position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
         return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
 

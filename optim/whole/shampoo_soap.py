@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,7 +46,7 @@ from ...parallel.layout.shard import Shape
 from . import batching
 from .batching import chunks, grouped
 from .exchange import Matrix, each
-from .optimizer import HomeOptimizer, Slot, Update, fused_adamw, late_steps, moments, named
+from .optimizer import HomeOptimizer, Slot, Update, fused_adamw, late_steps, moments, named, next_moments
 from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
@@ -85,35 +85,38 @@ def out_of(x: Tensor, bases: Sides) -> Tensor:
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues (ascending) and eigenvectors of a symmetric matrix.
+    """Return eigenvalues (ascending) and eigenvectors of a symmetric matrix, or of each matrix of a stack.
 
     A non-finite matrix, which non-finite gradients give, is replaced by the identity, because torch's solver would raise.
     """
-    finite = torch.isfinite(symmetric).all()
-    eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
+    finite = torch.isfinite(symmetric).flatten(-2).all(-1)[..., None, None]
+    eye = torch.eye(symmetric.size(-1), dtype=symmetric.dtype, device=symmetric.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
     return values, vectors
 
 
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Improve an approximate eigenbasis by one step of power iteration, and return (new basis, order).
+    """Improve approximate eigenbases by one step of power iteration, and return (new bases, orders [..., columns]).
 
-    The columns of ``basis`` are approximate eigenvectors. The new basis has the largest eigenvalues first; ``order`` has
-    the index of the old column for each new column.
+    The columns of ``basis``, a matrix or a stack of matrices, are approximate eigenvectors. A new basis has the largest
+    eigenvalues first; ``orders`` has the index of the old column for each new column.
     """
     product = symmetric @ basis
-    order = torch.argsort((basis * product).sum(0), descending=True)
-    return torch.linalg.qr(product[:, order])[0], order
+    order = torch.argsort((basis * product).sum(-2), dim=-1, descending=True)
+    return torch.linalg.qr(product.gather(-1, order[..., None, :].expand_as(product)))[0], order
 
 
 def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
-    """Return (S + epsilon I)^(-1 / order) of a symmetric matrix S whose eigenvalues are >= 0 except for rounding."""
+    """Return (S + epsilon I)^(-1 / order) of a symmetric matrix S, or of each matrix of a stack.
+
+    The eigenvalues of S must be >= 0 except for rounding.
+    """
     values, vectors = eigh(symmetric)
-    root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)) @ vectors.mT
+    root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)[..., None, :]) @ vectors.mT
     return root
 
 
-# The functions above for stacks of tensors of equal shapes: the first dim of each tensor is the index in the stack.
+# Two functions for stacks of tensors of equal shapes: the first dim of each tensor is the index in the stack.
 
 
 def gram_each(g: Tensor, dim: int) -> Tensor:
@@ -127,26 +130,6 @@ def into_each(x: Tensor, bases: Sides) -> Tensor:
     for q in bases:
         x = x.movedim(1, -1) if q is None else (x.flatten(2).mT @ q).view(len(x), *x.shape[2:], q.size(-1))
     return x
-
-
-def eigh_each(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    finite = torch.isfinite(symmetric).flatten(1).all(1)[:, None, None]
-    eye = torch.eye(symmetric.size(-1), dtype=symmetric.dtype, device=symmetric.device)
-    values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
-    return values, vectors
-
-
-def renewed_each(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `renewed` of each matrix of a stack: (new bases, orders [matrices, columns])."""
-    product = symmetric @ basis
-    order = torch.argsort((basis * product).sum(1), dim=1, descending=True)
-    return torch.linalg.qr(product.gather(2, order[:, None, :].expand_as(product)))[0], order
-
-
-def inverse_root_each(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
-    values, vectors = eigh_each(symmetric)
-    root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)[:, None, :]) @ vectors.mT
-    return root
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -191,7 +174,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         The cost of the factorisations is divided by the number of steps between two of them.
         """
         often: int = self.defaults["precondition_frequency"]
-        numel, sides = torch.Size(shape).numel(), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
+        numel, sides = prod(shape), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
         return sum(self.product_cost * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
 
     def initial(self, slot: Slot) -> dict[str, Any]:
@@ -218,6 +201,14 @@ class PreconditionedOptimizer(HomeOptimizer):
             found.append(None if statistics is None or made is None else (statistics, made))
         return found
 
+    def squares_each(self, own: Sequence[tuple[Matrix, Slot]]) -> list[tuple[list[Tensor], list[Tensor]] | None]:
+        """Return (statistics of each matrix, root or basis of each matrix) for each side of a stack, as `squares` does."""
+        found: list[tuple[list[Tensor], list[Tensor]] | None] = []
+        for side in zip(*(self.squares(slot, matrix) for matrix, slot in own), strict=True):
+            pairs = [pair for pair in side if pair is not None]
+            found.append(([pair[0] for pair in pairs], [pair[1] for pair in pairs]) if pairs else None)
+        return found
+
     def directions(self, slots: Sequence[Slot], taken: Mapping[int, int]) -> dict[int, Tensor]:
         """Return {position: this rank's shard of the update direction} for all tensors with two or more dims.
 
@@ -234,19 +225,18 @@ class PreconditionedOptimizer(HomeOptimizer):
             return self.direction(matrix, g, slot, taken[slot.position]).to(gradient).view(matrix.shape)
 
         def compute_stack(matrices: Sequence[Matrix], lists: list[Tensor]) -> Iterator[Tensor]:
-            slots = [slot_of(matrix) for matrix in matrices]
-            dtypes = {slot.state[named("exp_avg", matrix)].dtype for slot, matrix in zip(slots, matrices, strict=True)}
-            if dtypes != {self.factor_dtype}:
+            own = [(matrix, slot_of(matrix)) for matrix in matrices]
+            if {slot.state[named("exp_avg", matrix)].dtype for matrix, slot in own} != {self.factor_dtype}:
                 yield from each(compute)(matrices, lists)
                 return
             found: dict[int, Tensor] = {}
-            for own in self._alike(matrices, slots, taken):
-                those = [(matrices[index], slots[index]) for index in own]
-                gradients = stacked([lists[0][index] for index in own])
-                g = gradients.view(len(own), *sides_of(matrices[0].shape)).to(slots[0].param.device, self.factor_dtype)
-                made = self.direction_each(those, g, taken[slots[own[0]].position])
-                found.update(zip(own, made.to(gradients).view(gradients.shape).unbind(), strict=True))
-            yield from (found[index] for index in range(len(matrices)))
+            for indices in self._alike(own, taken):
+                those = [own[index] for index in indices]
+                slot, gradients = those[0][1], stacked([lists[0][index] for index in indices])
+                g = gradients.view(len(those), *sides_of(matrices[0].shape)).to(slot.param.device, self.factor_dtype)
+                made = self.direction_each(those, g, taken[slot.position])
+                found.update(zip(indices, made.to(gradients).view(gradients.shape).unbind(), strict=True))
+            yield from (found[index] for index in range(len(own)))
 
         gradients = {slot.position: slot.grad for slot in slots if self.tensors.tensors[slot.position].metadata}
         devices = {gradient.device for gradient in gradients.values()}
@@ -255,29 +245,27 @@ class PreconditionedOptimizer(HomeOptimizer):
             return {position: made for found in of_round for position, made in found.items()}
         return dict(self.homes.map([gradients], compute))
 
-    def _alike(
-        self, matrices: Sequence[Matrix], slots: Sequence[Slot], taken: Mapping[int, int]
-    ) -> Iterator[list[int]]:
+    def _alike(self, own: Sequence[tuple[Matrix, Slot]], taken: Mapping[int, int]) -> Iterator[list[int]]:
         """Divide matrices of equal shapes into stacks, and yield the list of indices of each stack.
 
-        The matrices of a stack have the same param group and step count. Together with their preconditioners, they have
-        at most `batching.CHUNK` elements, or the stack has one matrix.
+        ``own`` is as in `direction_each`. The matrices of a stack have the same param group and step count. Together with
+        their preconditioners, they have at most `batching.CHUNK` elements, or the stack has one matrix.
         """
-        numel, sides = torch.Size(matrices[0].shape).numel(), sides_of(matrices[0].shape)
 
         def elements(index: int) -> int:
-            longest: int = slots[index].group[self.longest]
-            return numel + sum(side**2 for side in sides if side <= longest)
+            matrix, slot = own[index]
+            longest: int = slot.group[self.longest]
+            return prod(matrix.shape) + sum(side**2 for side in sides_of(matrix.shape) if side <= longest)
 
-        by_options = grouped(range(len(matrices)), lambda at: (id(slots[at].group), taken[slots[at].position]))
+        by_options = grouped(range(len(own)), lambda at: (id(own[at][1].group), taken[own[at][1].position]))
         for indices in by_options.values():
             yield from chunks(indices, elements)
 
     def write_stack(self, targets: Sequence[Tensor], old: Tensor, new: Tensor) -> None:
         """Copy each tensor of the stack ``new`` into a target, unless the step is skipped; ``old`` has the old values."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            new = torch.where(self._skip_flag(found_inf, new.device), old, new)
+        skip = self._skip_flag(new.device)
+        if skip is not None:
+            new = torch.where(skip, old, new)
         copy_each_(targets, new.unbind())
 
     def lerp_each(self, targets: Sequence[Tensor], stack: Tensor, rate: float) -> None:
@@ -414,7 +402,6 @@ class Shampoo(PreconditionedOptimizer):
 
     def _updates_together(self, slots: Sequence[Slot], found: Mapping[int, Tensor]) -> Iterator[Update]:
         """Step matrices along their directions, and vectors by fused AdamW, in place with few kernels."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for of_group in grouped(slots, lambda slot: (id(slot.group), slot.position in found)).values():
             group = of_group[0].group
             params, lr, decay = [slot.param for slot in of_group], group["lr"], group["weight_decay"]
@@ -423,7 +410,7 @@ class Shampoo(PreconditionedOptimizer):
                 yield from (Update(slot, slot.param, {}) for slot in of_group)
                 continue
             betas, counts = (group["betas"][0], group["grafting_beta2"]), [slot.state["step"] for slot in of_group]
-            fused_adamw(of_group, params, counts, found_inf, lr, decay, betas, group["grafting_epsilon"])
+            fused_adamw(of_group, params, counts, self.found_inf, lr, decay, betas, group["grafting_epsilon"])
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
         """Return the preconditioned momentum, scaled to the norm of the grafted step, and update the states."""
@@ -453,13 +440,13 @@ class Shampoo(PreconditionedOptimizer):
     def direction_each(self, own: Sequence[tuple[Matrix, Slot]], g: Tensor, taken: int) -> Tensor:
         group, t = own[0][1].group, taken + 1
         beta1, beta2 = group["betas"]
-        sides = list(zip(*(self.squares(slot, matrix) for matrix, slot in own), strict=True))
-        roots: list[Tensor | None] = [None] * len(sides)
-        order = 2 * max(1, sum(side[0] is not None for side in sides))
-        for dim, side in enumerate(sides):
-            if side[0] is None:
+        squares = self.squares_each(own)
+        roots: list[Tensor | None] = [None] * len(squares)
+        order = 2 * max(1, len(squares) - squares.count(None))
+        for dim, side in enumerate(squares):
+            if side is None:
                 continue
-            factors, old_roots = zip(*side, strict=True)
+            factors, old_roots = side
             if beta2 == 1:
                 self.descend_each(factors, gram_each(g, dim).unbind(), -1.0)
             else:
@@ -467,7 +454,7 @@ class Shampoo(PreconditionedOptimizer):
             roots[dim] = old = stacked(old_roots)
             if taken % group["precondition_frequency"] == 0:
                 mean = stacked(factors) if beta2 == 1 else stacked(factors) / (1 - beta2**t)
-                roots[dim] = made = inverse_root_each(mean, order, group["epsilon"])
+                roots[dim] = made = inverse_root(mean, order, group["epsilon"])
                 self.write_stack(old_roots, old, made)
         m, v = ([slot.state[named(key, matrix)] for matrix, slot in own] for key in ("exp_avg", "exp_avg_sq"))
         self.lerp_each(m, g, 1 - beta1)
@@ -581,17 +568,16 @@ class SOAP(PreconditionedOptimizer):
         is_together = {slot.position: slot.is_batched and self._has_positive_rate(slot) for slot in slots}
         yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found, taken)
         for slot in (slot for slot in slots if not is_together[slot.position]):
-            beta1, beta2 = slot.group["betas"]
-            lr, k, new = slot.group["lr"], taken[slot.position], {}
-            if slot.position in found:
-                u = found[slot.position]
-            elif k:
-                m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
-                v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
-                u, new = m / (v.sqrt() + slot.group["eps"]), {"exp_avg": m, "exp_avg_sq": v}
+            k, new = taken[slot.position], dict[str, Tensor]()
             if not k:
                 yield Update(slot, slot.param, {})
                 continue
+            if slot.position in found:
+                u = found[slot.position]
+            else:
+                m, v = next_moments(slot)
+                u, new = m / (v.sqrt() + slot.group["eps"]), {"exp_avg": m, "exp_avg_sq": v}
+            (beta1, beta2), lr = slot.group["betas"], slot.group["lr"]
             rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k)
             yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
 
@@ -607,7 +593,6 @@ class SOAP(PreconditionedOptimizer):
 
         The step (w - r U) (1 - lr wd) equals w - r' (U + d w), with r' = r (1 - lr wd) and d = lr wd / r'.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for (_, k, is_matrix), alike in grouped(
             slots, lambda slot: (id(slot.group), taken[slot.position], slot.position in found)
         ).items():
@@ -619,7 +604,9 @@ class SOAP(PreconditionedOptimizer):
                     self.descend_each(params, [found[slot.position] for slot in alike], rate, lr * decay / rate)
                 else:  # `rate` contains the bias correction; with `late_steps`, AdamW makes none
                     counts = late_steps(alike)
-                    fused_adamw(alike, params, counts, found_inf, rate, lr * decay / rate, group["betas"], group["eps"])
+                    fused_adamw(
+                        alike, params, counts, self.found_inf, rate, lr * decay / rate, group["betas"], group["eps"]
+                    )
             yield from (Update(slot, slot.param, {}) for slot in alike)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
@@ -658,23 +645,22 @@ class SOAP(PreconditionedOptimizer):
             return torch.stack(
                 [self.direction(matrix, one, slot, 0) for one, (matrix, slot) in zip(g, own, strict=True)]
             )
-        sides = list(zip(*(self.squares(slot, matrix) for matrix, slot in own), strict=True))
-        pairs = [None if side[0] is None else tuple(zip(*side, strict=True)) for side in sides]
-        q = [None if pair is None else stacked(pair[1]) for pair in pairs]
+        squares = self.squares_each(own)
+        q = [None if side is None else stacked(side[1]) for side in squares]
         m, v = ([slot.state[named(key, matrix)] for matrix, slot in own] for key in ("exp_avg", "exp_avg_sq"))
         self.lerp_each(v, into_each(g, q).square(), 1 - beta2)
         self.lerp_each(m, g, 1 - beta1)
         u = into_each(stacked(m), q) / stacked(v).sqrt().add_(group["eps"])
         u = into_each(u, [None if basis is None else basis.mT for basis in q])
-        for dim, (pair, basis) in enumerate(zip(pairs, q, strict=True)):
-            if pair is None or basis is None:
+        for dim, (side, basis) in enumerate(zip(squares, q, strict=True)):
+            if side is None or basis is None:
                 continue
-            factors, bases = pair
+            factors, bases = side
             self.lerp_each(factors, gram_each(g, dim), 1 - (beta2 if beta3 < 0 else beta3))
             if taken % group["precondition_frequency"] == 0:
-                turned, order = renewed_each(stacked(factors), basis)
+                turned, order = renewed(stacked(factors), basis)
                 old = stacked(v)
-                index = order.view(len(own), *[-1 if at == dim else 1 for at in range(len(pairs))])
+                index = order.view(len(own), *[-1 if at == dim else 1 for at in range(len(squares))])
                 self.write_stack(v, old, old.gather(dim + 1, index.expand_as(old)))
                 self.write_stack(bases, basis, turned)
         return u

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, combinations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class LogicalTensor:
     shape: Shape
     dtype: Any
     metadata: Any
-    held: Mapping[int, tuple[Box, ...]] = field(repr=False)
+    held: dict[int, tuple[Box, ...]] = field(repr=False)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -75,16 +75,12 @@ class LogicalTensor:
             {rank: boxes of the full tensor}. The list of a rank that contributes nothing is empty.
         """
         at = 0 if first is None else self.ranks.index(first)
-        order = self.ranks[at:] + self.ranks[:at]
-        return dict(_without_copies((rank, self.held[rank]) for rank in order))
-
-
-def _without_copies(held: Iterator[tuple[int, Sequence[Box]]] | Any) -> Iterator[tuple[int, list[Box]]]:
-    taken: list[Box] = []
-    for rank, boxes in held:
-        own = [rest for box in boxes for rest in without(box, taken)]
-        taken += own
-        yield rank, own
+        found: dict[int, list[Box]] = {}
+        taken: list[Box] = []
+        for rank in self.ranks[at:] + self.ranks[:at]:
+            found[rank] = [rest for box in self.held[rank] for rest in without(box, taken)]
+            taken += found[rank]
+        return found
 
 
 def without(box: Box, others: Sequence[Box]) -> list[Box]:
@@ -130,8 +126,7 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
                     f"and optimizer metadata {metadata} on rank {rank}. Declare {name} equally on all ranks, and give "
                     f"{name} to the same optimizer; give different parameters different names"
                 )
-            held: Any = known.held
-            held[rank] = (*held.get(rank, ()), *region.boxes())
+            known.held[rank] = (*known.held.get(rank, ()), *region.boxes())
     for tensor in found.values():
         for rank, boxes in tensor.held.items():
             if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
@@ -213,6 +208,19 @@ Request = tuple[int, Tensor, tuple[int, ...]]
 """
 
 
+class _Stepped(NamedTuple):
+    """A tensor that this rank's optimizer steps.
+
+    ``region`` is its part of the full tensor ``tensor``. ``shape`` may be flat although the region is the entire shard.
+    ``canonical_boxes`` are the boxes that this rank contributes to sums; None if sums need no collective.
+    """
+
+    tensor: LogicalTensor
+    region: Region
+    shape: Shape
+    canonical_boxes: list[Box] | None
+
+
 class WholeTensors:
     """The full tensors whose shards an optimizer steps. Computes norms of full tensors, and sums over their dims.
 
@@ -240,35 +248,38 @@ class WholeTensors:
     ) -> None:
         self.registry, self.everything = registry, everything
         self.rank = 0 if registry is None else registry.global_rank
-        self.tensors = [everything[name] for name, _ in positions]
-        self._regions = [region for _, region in positions]
-        # The shapes are stored, because a stepped tensor may be flat although it contains the entire shard.
-        self._shapes = [tuple(shape) for shape in shapes or map(_shape_of, self._regions)]
+        shapes = shapes or [_shape_of(region) for _, region in positions]
+        self._stepped: list[_Stepped] = []
         self._positions: dict[str, list[int]] = {}
-        for position, tensor in enumerate(self.tensors):
-            self._positions.setdefault(tensor.name, []).append(position)
+        for (name, region), shape in zip(positions, shapes, strict=True):
+            tensor = everything[name]
+            boxes = tensor.sources().get(self.rank, []) if tensor.is_split else None
+            self._positions.setdefault(name, []).append(len(self._stepped))
+            self._stepped.append(_Stepped(tensor, region, tuple(shape), boxes))
+        self.tensors = [stepped.tensor for stepped in self._stepped]
         split = [name for name, tensor in everything.items() if tensor.is_split]
         self._slots = {name: index for index, name in enumerate(split)}  # index among the sums of squares in `norms_of`
-        self._canonical_boxes = [self._boxes(tensor) for tensor in self.tensors]
         self._cuts: dict[tuple[int, Shape, tuple[Box, ...]], list[tuple[Box, torch.Size, tuple[int, ...], int]]] = {}
 
     @classmethod
-    def alone(cls, params: Sequence[Tensor], metadata: Sequence[Any] | None = None) -> WholeTensors:
+    def alone(cls, params: Sequence[tuple[Tensor, Any]]) -> WholeTensors:
         """Return the full tensors of a single process, in which every parameter is a full tensor.
 
         Args:
-            params: The parameters of all param groups, in order.
-            metadata: Per parameter, the result of `WholeOptimizer.metadata_for`. None: no metadata.
+            params: Each parameter of all param groups, in order, with the result of `WholeOptimizer.metadata_for`.
 
         Collectives: none.
         """
-        positions = [
-            (str(index), Region(tuple(p.shape), tuple(((0, size),) for size in p.shape), 0, p.numel()))
-            for index, p in enumerate(params)
+        own = [
+            (
+                str(index),
+                p.dtype,
+                metadata,
+                Region(tuple(p.shape), tuple(((0, size),) for size in p.shape), 0, p.numel()),
+            )
+            for index, (p, metadata) in enumerate(params)
         ]
-        given = zip(positions, params, metadata or [None] * len(params), strict=True)
-        own = [(name, param.dtype, says, region) for (name, region), param, says in given]
-        return cls(positions, logical_tensors([own]), None)
+        return cls([(name, region) for name, _, _, region in own], logical_tensors([own]), None)
 
     @classmethod
     def of(
@@ -315,10 +326,6 @@ class WholeTensors:
         positions = [(name, region) for name, _, _, region in ranks[registry.global_rank]]
         return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
 
-    def _boxes(self, tensor: LogicalTensor) -> list[Box] | None:
-        """Return the boxes that this rank contributes to sums; None if a sum over the tensor needs no collective."""
-        return tensor.sources().get(self.rank, []) if tensor.is_split else None
-
     def positions(self, tensor: LogicalTensor) -> list[int]:
         """Return the positions (indices over all param groups) at which this rank steps a shard of ``tensor``."""
         return self._positions.get(tensor.name, [])
@@ -332,22 +339,14 @@ class WholeTensors:
         return [
             position
             for position in self.positions(tensor)
-            if any(box.overlaps(held) for held in self._regions[position].boxes())
+            if any(box.overlaps(held) for held in self._stepped[position].region.boxes())
         ]
 
     def piece_shape(self, position: int) -> Shape:
         """Return the shape of the stepped tensor at a position: the shard's shape, or ``(numel,)`` if it is flat."""
-        return self._shapes[position]
+        return self._stepped[position].shape
 
     # Parts ----------------------------------------------------------------------------------------------------------
-
-    def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """Divide ``piece`` into rectangles of the full tensor: {offsets in the full tensor: view of ``piece``}.
-
-        ``piece`` must have the shape of the tensor that is stepped at ``position``. If it is not contiguous, the values
-        may be copies.
-        """
-        return self._regions[position].parts(piece)
 
     def of_whole(self, position: int, whole: Tensor) -> Tensor:
         """Return the part of ``whole`` that this rank steps at a position, in the stepped tensor's shape.
@@ -361,8 +360,8 @@ class WholeTensors:
         Collectives: none.
         Host synchronization: none.
         """
-        region, full = self._regions[position], whole.expand(self.tensors[position].shape)
-        shape = self.piece_shape(position)
+        tensor, region, shape, _ = self._stepped[position]
+        full = whole.expand(tensor.shape)
         if region.numel == prod(region.full_shape):
             return full.reshape(shape)
         piece = torch.empty(shape, dtype=whole.dtype, device=whole.device)
@@ -415,7 +414,7 @@ class WholeTensors:
         return self._cuts[key]
 
     def _cut(self, position: int, piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
-        parts = self.rectangles(position, piece)
+        parts = self._stepped[position].region.parts(piece)
         for box in boxes:
             for offsets, part in parts.items():
                 held = Box(offsets, tuple(part.shape))
@@ -439,17 +438,13 @@ class WholeTensors:
         Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
             between the CPU and the GPU.
         """
-        together = [self._norms_together(of_list) for of_list in values]
         powers: list[dict[int, Tensor]] = []
-        for norms, of_list in zip(together, values, strict=True):
-            rest = [position for position in of_list if position not in norms]
+        for of_list in values:
             if isinstance(of_list, dict):
-                found = self.local_powers(rest, [of_list[position] for position in rest])
-                powers.append(dict(zip(rest, found, strict=True)))
+                powers.append(self.local_powers(of_list))
             else:  # tensors are computed one after the other, so that few of them are in memory together
-                powers.append({position: self._power(position, of_list[position]) for position in rest})
-        of_rest = self._norms_of_powers(powers)
-        return [norms | of_list for norms, of_list in zip(together, of_rest, strict=True)]
+                powers.append({position: self._power(position, of_list[position]) for position in of_list})
+        return self._norms_of_powers(powers)
 
     def norms_of_powers(self, powers: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the L2 norms of full tensors by position, as `norms_of` does. Every rank must call it.
@@ -469,40 +464,26 @@ class WholeTensors:
                     parts[at] = power if at not in parts else parts[at] + power.to(parts[at].device)
         found: list[dict[int, Tensor]] = [dict(of_list) for of_list in powers]
         if split:
-            packed = self._zeros(len(powers) * count, powers)
+            assert self.registry is not None, "a single process holds all elements of its tensors"
+            device = next((power.device for of_list in powers for power in of_list.values()), self.registry.device)
+            packed = torch.zeros(len(powers) * count, dtype=torch.float64, device=device)
             if parts:
                 rest = packed.unbind()
                 packed = torch.stack([parts.get(at, zero).to(zero.device) for at, zero in enumerate(rest)])
-            self._sum(packed, tuple(range(self._world)))
+            self._sum(packed, tuple(range(self.registry.topology.world_size)))
             sums = packed.unbind()
             for index, of_list in enumerate(powers):
                 for position, power in of_list.items():
                     if (slot := split.get(self.tensors[position].name)) is not None:
                         found[index][position] = sums[index * count + slot].to(power.device)
-        roots = (torch._foreach_sqrt(list(of_list.values())) if of_list else () for of_list in found)
-        return [dict(zip(of_list, own, strict=True)) for of_list, own in zip(found, roots, strict=True)]
-
-    def _norms_together(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Compute norms that need no collective with few kernels, for tensors on a GPU, and return them by position.
-
-        Return {} if ``values`` computes its tensors lazily, because all of them would be in memory together.
-        """
-        if not isinstance(values, dict):
-            return {}
-        full = [at for at, value in values.items() if self._canonical_boxes[at] is None and is_batched(value)]
-        norms: dict[int, Tensor] = {}
-        for positions in grouped(full, lambda at: (values[at].device, values[at].dtype)).values():
-            powers = powers_by_torch([values[at] for at in positions], 2.0)
-            norms.update(zip(positions, powers.sqrt().unbind(), strict=True))
-        return norms
+        return [_roots(of_list) for of_list in found]
 
     def _power(self, position: int, value: Tensor) -> Tensor:
         """Return the sum of squares of the elements of ``value`` that this rank contributes, 0-dim float64."""
-        canonical_boxes = self._canonical_boxes[position]
-        if canonical_boxes is None:
+        boxes = self._stepped[position].canonical_boxes
+        if boxes is None:
             return _power(value)
-        parts = [part for _, part in self.views(position, value, canonical_boxes)]
-        powers = [_power(part) for part in parts]
+        powers = [_power(part) for _, part in self.views(position, value, boxes)]
         return torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=value.device)
 
     def sums(self, requests: Iterable[Request]) -> list[Tensor]:
@@ -521,27 +502,23 @@ class WholeTensors:
         Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
             between the CPU and the GPU.
         """
-        results, positions = list[Tensor](), list[int]()
-        for position, value, dims in requests:
-            results.append(self.local_sum(position, value, dims))
-            positions.append(position)
-        return self.add_up(positions, results)
+        return self.add_up([(position, self.local_sum(position, value, dims)) for position, value, dims in requests])
 
-    def add_up(self, positions: Sequence[int], local: Sequence[Tensor]) -> list[Tensor]:
+    def add_up(self, local: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Return sums of full tensors, given this rank's part of each sum. Collectives: as in `sums`.
 
         Args:
-            positions: Per sum, the index of a stepped tensor over all param groups.
-            local: Per sum, this rank's part, float64: a result of `local_sum`, `local_powers` or `local_stack_sums`.
+            local: (position, part) per sum. The position is the index of a stepped tensor over all param groups. The part,
+                float64, is a result of `local_sum`, `local_powers` or `local_stack_sums`.
         """
-        results = list(local)
+        results = [part for _, part in local]
         by_ranks: dict[tuple[int, ...], list[int]] = {}
-        for index, position in enumerate(positions):
-            if self._canonical_boxes[position] is not None:
+        for index, (position, _) in enumerate(local):
+            if self.is_split(position):
                 by_ranks.setdefault(self.tensors[position].ranks, []).append(index)
         for ranks in sorted(by_ranks):
             # sorted by name, because other ranks may have tied tensors in another order
-            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[positions[index]].name)
+            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[local[index][0]].name)
             device = results[those[0]].device
             packed = torch.cat([results[index].reshape(-1).to(device) for index in those])
             self._sum(packed, ranks)
@@ -551,15 +528,14 @@ class WholeTensors:
 
     def local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Return this rank's part of the sum of one `Request`, in the shape of the sum that `sums` returns."""
-        shape, canonical_boxes = self.tensors[position].shape, self._canonical_boxes[position]
-        whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
-        if canonical_boxes is None:
+        shape, boxes = self.tensors[position].shape, self._stepped[position].canonical_boxes
+        if boxes is None:
             return value.reshape(shape).double().sum(dims, keepdim=True) if dims else value.reshape(shape).double()
+        whole = _collapsed(Box((0,) * len(shape), shape), dims).sizes
         result = torch.zeros(whole, dtype=torch.float64, device=value.device)
-        for box, part in self.views(position, value, canonical_boxes):
+        for box, part in self.views(position, value, boxes):
             summed = part.double().sum(dims, keepdim=True) if dims else part.double()
-            at = Box(tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets)), tuple(summed.shape))
-            narrowed(result, at).add_(summed)
+            narrowed(result, _collapsed(box, dims)).add_(summed)
         return result
 
     # Sums of many tensors, with few kernels -------------------------------------------------------------------------
@@ -574,9 +550,7 @@ class WholeTensors:
         """
         numbers: dict[Any, int] = {}
         found = []
-        for tensor, region, shape, boxes in zip(
-            self.tensors, self._regions, self._shapes, self._canonical_boxes, strict=True
-        ):
+        for tensor, region, shape, boxes in self._stepped:
             key: tuple[Any, ...] = tensor.ranks, tensor.dtype, tensor.shape
             if boxes is not None:
                 key = *key, region, shape, tuple(boxes)
@@ -592,34 +566,34 @@ class WholeTensors:
         """
         by_layout = grouped(positions, lambda position: self._layouts[position])
         lists = [sorted(own, key=lambda position: self.tensors[position].name) for own in by_layout.values()]
-        return [part for own in lists for part in chunks(own, lambda position: prod(self._shapes[position]))]
+        return [part for own in lists for part in chunks(own, lambda position: prod(self.piece_shape(position)))]
 
     def is_split(self, position: int) -> bool:
         """Return True if a sum over the full tensor needs a collective, because a rank steps only a part of it."""
-        return self._canonical_boxes[position] is not None
+        return self._stepped[position].canonical_boxes is not None
 
     def contributes(self, position: int) -> bool:
         """Return True if this rank adds elements to the sums of a tensor; False if other ranks add all its elements."""
-        boxes = self._canonical_boxes[position]
+        boxes = self._stepped[position].canonical_boxes
         return boxes is None or any(prod(box.sizes) for box in boxes)
 
-    def local_powers(self, positions: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+    def local_powers(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return this rank's part of the sum of squares of each full tensor, 0-dim float64, with few kernels.
 
-        ``values`` has a tensor of the stepped tensor's shape per position.
+        The tensors in ``values`` have the shapes of the stepped tensors. Keys of both dicts are positions.
         """
         together, found = list[int](), dict[int, Tensor]()
-        for index, (position, value) in enumerate(zip(positions, values, strict=True)):
-            boxes = self._canonical_boxes[position]
+        for position, value in values.items():
+            boxes = self._stepped[position].canonical_boxes
             count = value.numel() if boxes is None else sum(prod(box.sizes) for box in boxes)
             if count == value.numel() and is_batched(value):
-                together.append(index)
+                together.append(position)
             else:
-                found[index] = self._power(position, value)
-        for indices in grouped(together, lambda index: (values[index].device, values[index].dtype)).values():
-            powers = powers_by_torch([values[index] for index in indices], 2.0)
-            found.update(zip(indices, powers.unbind(), strict=True))
-        return [found[index] for index in range(len(values))]
+                found[position] = self._power(position, value)
+        for positions in grouped(together, lambda position: (values[position].device, values[position].dtype)).values():
+            powers = powers_by_torch([values[position] for position in positions], 2.0)
+            found.update(zip(positions, powers.unbind(), strict=True))
+        return {position: found[position] for position in values}
 
     def local_stack_sums(
         self, positions: Sequence[int], stack: Tensor, dims: tuple[int, ...], square: bool
@@ -634,7 +608,7 @@ class WholeTensors:
             square: True: sum the squares of the elements. False: sum the elements.
         """
         position, along = positions[0], tuple(dim + 1 for dim in dims)
-        shape, boxes = self.tensors[position].shape, self._canonical_boxes[position]
+        shape, boxes = self.tensors[position].shape, self._stepped[position].canonical_boxes
 
         def total(tensor: Tensor) -> Tensor:
             if square:
@@ -644,13 +618,10 @@ class WholeTensors:
 
         if boxes is None:
             return total(stack.view(len(positions), *shape)).unbind()
-        whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
+        whole = _collapsed(Box((0,) * len(shape), shape), dims).sizes
         result = torch.zeros((len(positions), *whole), dtype=torch.float64, device=stack.device)
         for box, part in self.views_of_stack(position, stack, boxes):
-            target = result
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                target = target if dim in dims else target.narrow(dim + 1, offset, size)
-            target.add_(total(part))
+            narrowed(result, _collapsed(box, dims)).add_(total(part))
         return result.unbind()
 
     def outer_products(self, position: int, left: Tensor, right: Tensor, into: Tensor) -> None:
@@ -666,24 +637,10 @@ class WholeTensors:
         shape = self.tensors[position].shape
         dims = len(shape)
         for box, target in self.views_of_stack(position, into, [Box((0,) * dims, shape)]):
-            parts = []
-            for factor, whole in ((left, dims - 1), (right, dims - 2)):
-                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    factor = factor if dim == whole else factor.narrow(dim + 1, offset, size)
-                parts.append(factor)
-            torch.mul(*parts, out=target)
+            rows, columns = narrowed(left, _collapsed(box, (dims - 1,))), narrowed(right, _collapsed(box, (dims - 2,)))
+            torch.mul(rows, columns, out=target)
 
     # Ranks ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _world(self) -> int:
-        return 1 if self.registry is None else self.registry.topology.world_size
-
-    def _zeros(self, count: int, values: Sequence[Mapping[int, Tensor]]) -> Tensor:
-        device = next((value.device for of_list in values for value in of_list.values()), None)
-        if device is None:
-            device = torch.device("cpu") if self.registry is None else self.registry.device
-        return torch.zeros(count, dtype=torch.float64, device=device)
 
     def _sum(self, packed: Tensor, ranks: tuple[int, ...]) -> None:
         assert self.registry is not None
@@ -709,16 +666,27 @@ def float64_stack(tensors: Sequence[Tensor]) -> Tensor:
     return stack
 
 
+def _roots(powers: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return dict(zip(powers, torch._foreach_sqrt([*powers.values()]), strict=True)) if powers else {}
+
+
 def _power(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm.square()
 
 
+def _collapsed(box: Box, dims: Sequence[int]) -> Box:
+    """Return ``box`` with offset 0 and size 1 in ``dims``."""
+    offsets = tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets))
+    return Box(offsets, tuple(1 if dim in dims else size for dim, size in enumerate(box.sizes)))
+
+
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """Return a view of the elements of ``tensor`` that are in ``box``.
+    """Return a view of the elements of ``tensor``, or of each tensor of a stack, that are in ``box``.
 
     ``box`` is in indices of the full tensor. ``offsets`` is the index there of ``tensor``'s first element; None: zeros.
     """
+    dims = len(box.sizes)
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset - (offsets[dim] if offsets else 0), size)
+        tensor = tensor.narrow(dim - dims, offset - (offsets[dim] if offsets else 0), size)
     return tensor

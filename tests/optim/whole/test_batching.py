@@ -15,7 +15,7 @@ from meshstep.optim import CAME, LAMB, LARS, SOAP, Adafactor, Muon, ParallelOpti
 from meshstep.optim.whole import batching
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
-from meshstep.optim.whole.shampoo_soap import eigh, eigh_each, inverse_root, inverse_root_each, renewed, renewed_each
+from meshstep.optim.whole.shampoo_soap import eigh, inverse_root, renewed
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, declare
 from planted import Part
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ def test_packed_tensors_stack_equal_sizes_and_multiply_each_tensor_by_its_factor
     packed = batching.PackedTensors(shapes, torch.float64, torch.device("cpu"))
     sources = [torch.full(shape, float(index + 1)) for index, shape in enumerate(shapes)]
     assert packed.fill(sources) is packed
-    assert packed.stacks[6][0] == [0, 2]
+    assert len(packed.stacks[6]) == 2
     packed.multiply(torch.arange(1.0, 6.0))
     for index, (tensor, source) in enumerate(zip(packed.tensors, sources, strict=True)):
         assert torch.equal(tensor, source.double() * (index + 1))
@@ -214,15 +214,15 @@ def test_skipped_batched_step_changes_no_values(name: str, scale: float | None, 
 def test_batched_matrix_factorizations_match_factorization_of_each_matrix(order: int) -> None:
     rows = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     stack, bases = rows @ rows.mT, torch.linalg.qr(rows[..., :6])[0]
-    roots = inverse_root_each(stack, order, 1e-3)
-    turned, orders = renewed_each(stack, bases)
+    roots = inverse_root(stack, order, 1e-3)
+    turned, orders = renewed(stack, bases)
     for index, matrix in enumerate(stack):
         expected, columns = renewed(matrix, bases[index])
         assert torch.equal(orders[index], columns)
         torch.testing.assert_close(roots[index], inverse_root(matrix, order, 1e-3), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(turned[index], expected, rtol=1e-12, atol=1e-12)
     stack[2, 0, 0] = torch.nan
-    values, _ = eigh_each(stack)
+    values, _ = eigh(stack)
     assert torch.equal(values[2], torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(values[3], eigh(stack[3])[0], rtol=1e-12, atol=1e-12)
 

@@ -27,12 +27,15 @@ from pydoc_data.topics import topics
 import torch
 from command_line import (
     CommandLine,
+    add_micro_batches,
     add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
     main,
     precision_asked,
+    take_micro_batches,
+    with_axes,
 )
 from meshstep.optim import Booster, CosineAnnealingLR
 from meshstep.parallel import (
@@ -196,46 +199,18 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add = parser.add_argument
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
-    fixed = (
-        "divide the batch of all data ranks into N micro-batches, sum their gradients in an order that does not depend "
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help=fixed + "on the number of data ranks, and print a hash of the state",
-    )
+    add_micro_batches(parser)
     add_model_size(parser, width=96)
     options = parser.read(processes, arguments)
     topology: Topology = options.topology
-    if options.micro_batches is not None:
-        take_micro_batches(options)
-    check_training(options, topology.sample_axes)
-    if "tensor" not in topology.axes:  # the layers need this axis, at least with size 1
-        sizes = dict(zip(topology.axes, topology.sizes, strict=True))
-        options.topology = Topology(roles=None, aliases=topology.aliases, **sizes, tensor=1)
-    return options
-
-
-def take_micro_batches(options: argparse.Namespace) -> None:
-    """Set ``accumulate``, the number of micro-batches per data rank, from ``--micro-batches``.
-
-    Raises:
-        ValueError: ``--micro-batches`` does not fit the other flags.
-    """
-    total, ranks = options.micro_batches, options.topology.size(*options.topology.data_axes)
-    if options.accumulate != 1:
-        raise ValueError("--micro-batches does not support --accumulate: leave out --accumulate")
-    if total < 1 or total % ranks or options.batch_size % total:
-        raise ValueError(
-            f"--micro-batches {total} must be a positive multiple of {ranks}, the number of data ranks, and must divide "
-            f"--batch-size {options.batch_size}"
-        )
-    if options.topology.data_axes != options.topology.sample_axes:
+    take_micro_batches(options)
+    if options.micro_batches is not None and topology.data_axes != topology.sample_axes:
         raise ValueError(
             "--micro-batches does not support the axis cp, which divides paragraphs: leave out --micro-batches or the axis"
         )
-    options.accumulate = total // ranks
+    check_training(options, topology.sample_axes)
+    options.topology = with_axes(topology, "tensor")
+    return options
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def prepare_files(options: argparse.Namespace) -> None:
 Loader = ShardedDataLoader[tuple[Tensor, int]]
 
 
-def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader, Loader]:
-    """Return loaders for training and, with about a sixth of the images, for the test.
+def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader, Loader, int]:
+    """Return loaders for training and, with about a sixth of the images, for the test, and the number of classes.
 
     Each data rank gets a part of a batch.
     """
@@ -82,6 +82,7 @@ def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader,
     return (
         booster.prepare_dataloader(train, batch_size, shuffle=True, drop_last=True, seed=options.seed),
         booster.prepare_dataloader(test, batch_size),
+        len(train_set.categories),
     )
 
 
@@ -103,9 +104,8 @@ class Trainer:
             max_norm=options.max_norm,
             accumulation_steps=options.accumulate,
         )
-        self.loader, self.test_loader = make_loaders(options, booster)
+        self.loader, self.test_loader, classes = make_loaders(options, booster)
         tokens = (options.image_size // PATCH) ** 2
-        classes = len(self.loader.dataset.dataset.categories)  # type: ignore[attr-defined]
         # 101 classes do not divide over several ranks, so add classes without samples, up to a multiple of 32.
         classes += -classes % 32
         torch.manual_seed(options.seed)

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from meshstep.amp import ApexFp16, Precision, precision_of
 from meshstep.optim import DataParallel
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distributed
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 WRONG_USE = 2  # the exit code of argparse
@@ -94,7 +97,7 @@ class CommandLine(argparse.ArgumentParser):
         """Raise ValueError, which `main` prints like other errors."""
         raise ValueError(message)
 
-    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help on rank 0 only."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             super().print_help(file)
@@ -170,6 +173,44 @@ def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | No
     if options.batch_size % parts:
         over = " x ".join(["--accumulate", *batch_axes, *rows])
         raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, the product {over}")
+
+
+def add_micro_batches(parser: CommandLine) -> None:
+    """Add ``--micro-batches``, which `take_micro_batches` checks."""
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="split the batch of all data ranks into N micro-batches, sum their gradients in an order that does not "
+        "depend on the number of data ranks, and print a hash of the state",
+    )
+
+
+def take_micro_batches(options: argparse.Namespace) -> None:
+    """Set ``accumulate``, the number of micro-batches per data rank, from ``--micro-batches`` if it is given.
+
+    Raises:
+        ValueError: ``--micro-batches`` does not fit the other flags.
+    """
+    total, topology = options.micro_batches, options.topology
+    if total is None:
+        return
+    ranks = topology.size(*topology.data_axes)
+    if options.accumulate != 1:
+        raise ValueError("--micro-batches does not support --accumulate: leave out --accumulate")
+    if total < 1 or total % ranks or options.batch_size % total:
+        raise ValueError(
+            f"--micro-batches {total} must be a positive multiple of {ranks}, the number of data ranks, and must divide "
+            f"--batch-size {options.batch_size}"
+        )
+    options.accumulate = total // ranks
+
+
+def with_axes(topology: Topology, *axes: str) -> Topology:
+    """Return the topology with these axes, for layers that need them. Missing axes are added with size 1."""
+    sizes = {axis: topology.size(axis) for axis in topology.axes}
+    missing = {axis: 1 for axis in axes if axis not in sizes}
+    return Topology(roles=None, aliases=topology.aliases, **sizes, **missing)
 
 
 def precision_asked(options: argparse.Namespace) -> Precision:

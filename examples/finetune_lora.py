@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accumulate_lm import IGNORED, collate
+from accumulate_lm import collate
 from command_line import CommandLine, add_model_size, add_steps, main
 from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint
 from meshstep.parallel import (
@@ -119,8 +119,7 @@ class Trainer:
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of this rank's samples."""
         logits = self.gpt(inputs.to(self.registry.device))
-        targets = targets.to(self.registry.device)
-        return vocab_parallel_cross_entropy(logits, targets.masked_fill(targets < 0, IGNORED), self.registry)
+        return vocab_parallel_cross_entropy(logits, targets.to(self.registry.device), self.registry)
 
     @torch.no_grad()
     def test(self) -> float:
@@ -174,7 +173,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add_model_size(parser, width=96)
     options = parser.read(processes, arguments)
     topology: Topology = options.topology
-    sizes = dict(zip(topology.axes, topology.sizes, strict=True))
+    sizes = {axis: topology.size(axis) for axis in topology.axes}
     if not {*sizes} <= {"data", "tensor"}:
         raise ValueError(f"--topology has axes {', '.join(sizes)}; give data, tensor, or both")
     options.topology = Topology(roles=None, aliases={}, **{"data": 1, "tensor": 1, **sizes})

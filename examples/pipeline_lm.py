@@ -28,6 +28,7 @@ from command_line import (
     data_parallel_asked,
     main,
     precision_asked,
+    with_axes,
 )
 from einops import rearrange
 from meshstep.optim import Booster, CosineAnnealingLR
@@ -55,7 +56,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from training import Run, steps_asked, verdict
+from training import Run, check_verify, steps_asked, verdict
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -317,20 +318,14 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add("--verify", action="store_true", help="compare every norm with that of the dense model in float64")
     options = parser.read(processes, arguments)
     check_training(options)
-    topology: Topology = options.topology
-    # Layers need the axis tensor, and stages the axis pipe, at least with size 1.
-    sizes = dict(zip(topology.axes, topology.sizes, strict=True))
-    options.topology = Topology(roles=None, **{**sizes, "pipe": sizes.get("pipe", 1), "tensor": sizes.get("tensor", 1)})
-    if options.verify and options.precision != "fp32":
-        raise ValueError(
-            "--verify requires norms within 1e-5 of a float64 model, which only fp32 reaches: leave out --verify or "
-            "--precision"
-        )
+    topology: Topology = with_axes(options.topology, "pipe", "tensor")
+    options.topology = topology
+    check_verify(options)
     if TEST_PARAGRAPHS % options.batch_size:
         raise ValueError(
             f"--batch-size {options.batch_size} must divide {TEST_PARAGRAPHS}, the number of test paragraphs"
         )
-    strange = [axis for axis in options.topology.axes if axis not in (*topology.data_axes, "pipe", "tensor")]
+    strange = [axis for axis in topology.axes if axis not in (*topology.data_axes, "pipe", "tensor")]
     if strange:
         raise ValueError(
             f"--topology has {', '.join(strange)}, over which this script can't shard layers: use only data, pipe "

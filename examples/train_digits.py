@@ -25,12 +25,14 @@ import torch.nn.functional as F
 from command_line import (
     SPLIT_THE_BATCH,
     CommandLine,
+    add_micro_batches,
     add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
     main,
     precision_asked,
+    take_micro_batches,
 )
 from cuda_graph import GraphedStep
 from einops import rearrange
@@ -42,7 +44,7 @@ from optimizer_flag import add_optimizer, optimizer_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
-from training import LARGEST_DIFFERENCE, read_csv, title_of, verdict, write_csv, write_plot
+from training import LARGEST_DIFFERENCE, check_verify, read_csv, title_of, verdict, write_csv, write_plot
 
 TEST_SAMPLES = 360
 
@@ -52,6 +54,11 @@ class Samples(NamedTuple):
 
     patches: Tensor
     labels: Tensor
+
+    def chunk(self, count: int) -> list[Samples]:
+        """Return the samples in ``count`` equal parts."""
+        parts = zip(self.patches.chunk(count), self.labels.chunk(count), strict=True)
+        return [Samples(*part) for part in parts]
 
 
 def load_samples(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
@@ -100,8 +107,7 @@ class Split:
         data_axes = self.registry.topology.data_axes
         per_rank = total // self.registry.topology.size(*data_axes)
         first = per_rank * self.registry.rank(*data_axes) if data_axes else 0
-        parts = [*zip(batch.patches.chunk(total), batch.labels.chunk(total), strict=True)]
-        return [Samples(*part) for part in parts[first : first + per_rank]]
+        return batch.chunk(total)[first : first + per_rank]
 
     def mean(self, local: Tensor) -> Tensor:
         """Return the mean over the full batch, from the mean over each rank's shard."""
@@ -209,13 +215,11 @@ class Trainer:
         Return (mean loss and accuracy [2], gradient norm, clip coefficient).
         """
         self.optimizer.zero_grad()
-        count, total = self.options.accumulate, self.options.micro_batches
-        measured = []
-        if total is None:
-            parts = [*zip(patches.chunk(count), labels.chunk(count), strict=True)]
-            shards = [self.split.local(Samples(*part)) for part in parts]
+        batch, measured = Samples(patches, labels), []
+        if self.options.micro_batches is None:
+            shards = [self.split.local(part) for part in batch.chunk(self.options.accumulate)]
         else:
-            shards = self.split.micro_batches(Samples(patches, labels), total)
+            shards = self.split.micro_batches(batch, self.options.micro_batches)
         for local in shards:
             loss, accuracy = self.forward(local)
             self.booster.backward(loss, self.optimizer)
@@ -297,45 +301,20 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         help=f"compare the gradient norm of every step with that of the dense model in float64; "
         f"exit with 1 if the relative difference exceeds {LARGEST_DIFFERENCE:.0e}",
     )
-    fixed = "split each batch into N micro-batches over all data ranks, sum their gradients in an order that does not "
-    parser.add_argument(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help=fixed + "depend on the number of data ranks, and print a hash of the state",
-    )
+    add_micro_batches(parser)
     replay = "capture the fourth step in a CUDA graph, and replay it in all later steps; needs a GPU"
     add_optimizer(parser)
     parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
-    if (total := options.micro_batches) is not None:
-        check_micro_batches(options)
-        options.accumulate = total // options.topology.size(*options.topology.data_axes)
-    check_training(options)
-    if options.verify and options.precision != "fp32":
-        raise ValueError(
-            "--verify requires norms within 1e-5 of a float64 model, which only fp32 reaches: leave out --verify or "
-            "--precision"
-        )
-    return options
-
-
-def check_micro_batches(options: argparse.Namespace) -> None:
-    """Raise ValueError if ``--micro-batches`` does not fit the other flags."""
-    topology, total = options.topology, options.micro_batches
-    ranks = topology.size(*topology.data_axes)
-    if total < 1 or total % ranks or options.batch_size % total:
-        raise ValueError(
-            f"--micro-batches {total} must be a positive multiple of {ranks}, the number of data ranks, and must divide "
-            f"--batch-size {options.batch_size}"
-        )
-    if any(axis in SPLIT_THE_BATCH for axis in topology.axes):
+    take_micro_batches(options)
+    if options.micro_batches is not None and any(axis in SPLIT_THE_BATCH for axis in options.topology.axes):
         raise ValueError(
             "--micro-batches does not support 2-D, 2.5-D and 3-D layers, which shard the batch: give only the axes data "
             "and tensor in --topology"
         )
-    if options.accumulate != 1:
-        raise ValueError("--micro-batches does not support --accumulate: leave out --accumulate")
+    check_training(options)
+    check_verify(options)
+    return options
 
 
 def run(trainer: Trainer) -> None:

@@ -135,7 +135,7 @@ def set_roles(options: argparse.Namespace) -> None:
     topology: Topology = options.topology
     options.experts = topology.data_axes if options.experts is None else topology.expand_aliases(*options.experts)
     roles: dict[str, Role] = {axis: "data" for axis in options.experts if axis != "tensor"}
-    sizes = dict(zip(topology.axes, topology.sizes, strict=True))
+    sizes = {axis: topology.size(axis) for axis in topology.axes}
     options.topology = Topology(roles=roles, aliases=topology.aliases, **sizes)
 
 

@@ -39,6 +39,15 @@ def verdict(differences: Sequence[float]) -> tuple[str, bool]:
     )
 
 
+def check_verify(options: argparse.Namespace) -> None:
+    """Raise ValueError if ``--verify`` is given with a precision that is too low for it."""
+    if options.verify and options.precision != "fp32":
+        raise ValueError(
+            "--verify requires norms within 1e-5 of a float64 model, which only fp32 reaches: leave out --verify or "
+            "--precision"
+        )
+
+
 def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:
     """Return ``--steps`` if it is given, else ``--epochs`` times ``per_epoch``, the number of steps per epoch."""
     steps: int = options.steps or options.epochs * per_epoch

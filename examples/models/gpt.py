@@ -49,7 +49,8 @@ class Attention(nn.Module):
         own = rearrange(self.qkv(x), pattern, part=3, feature=self.head_width)
         q, k, v = self.sequence.whole(own, x.size(1) if tokens is None else tokens)
         mixed = self.sequence.parted(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return self.out(rearrange(mixed, "batch head token feature -> batch token (head feature)"))  # type: ignore[no-any-return]
+        y: Tensor = self.out(rearrange(mixed, "batch head token feature -> batch token (head feature)"))
+        return y
 
 
 class Block(nn.Module):
@@ -67,7 +68,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         x = x + self.attention(self.norm1(x), tokens)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        y: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + y
 
 
 class GPT(nn.Module):

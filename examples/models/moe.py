@@ -138,10 +138,9 @@ class Experts(nn.Module):
         """
         if self.registry is not None and self.inner:
             tokens = copy_to(tokens, self.registry, *self.inner)
-        weights = zip(self.up.unbind(), self.up_bias.unbind(), self.down.unbind(), strict=True)
+        weights = self.up.unbind(), self.up_bias.unbind(), self.down.unbind()
         parts = [
-            F.gelu(part @ up + bias) @ down
-            for part, (up, bias, down) in zip(tokens.split(counts), weights, strict=True)
+            F.gelu(part @ up + bias) @ down for part, up, bias, down in zip(tokens.split(counts), *weights, strict=True)
         ]
         y = torch.cat(parts)
         if self.registry is not None and self.inner:
@@ -216,7 +215,8 @@ class Mixture(nn.Module):
         ``rows`` is ordered by expert. ``counts`` [expert] has the number of rows per expert.
         """
         if self.registry is None or not self.axes:
-            return self.experts(rows, counts.tolist())  # type: ignore[no-any-return]
+            outputs: Tensor = self.experts(rows, counts.tolist())
+            return outputs
         ranks = self.registry.size(*self.axes)
         coming = all_to_all(counts, self.registry, *self.axes, split_dim=0).view(
             ranks, -1

@@ -22,26 +22,26 @@ On a CUDA device each direction has its own stream (`TransferStreams`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...amp.by_bucket import holding
 from ...amp.casting import has_equal_values, is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import copy_annotation
 from ...parallel.mesh.agreement import on_all_ranks_with
-from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..norm.param_table import ParamPosition
 from ..norm.plan import ReductionPlan
-from ..step.update import hold_only, steps_in_parts
+from ..step.update import steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
@@ -265,7 +265,7 @@ class Offloaded(StatePlacement):
             )
 
     def transform(self, context: PlacementContext) -> ParamTransform:
-        return OffloadTransform(self.fraction, context.main_grads, context.registry)
+        return OffloadTransform(self.fraction, context)
 
 
 class OffloadTransform(ParamTransform):
@@ -273,16 +273,15 @@ class OffloadTransform(ParamTransform):
 
     replica_dependent = True  # replicas are compared on the device, which is faster than on the CPU
 
-    def __init__(self, fraction: float, main_grads: bool, registry: ProcessGroupRegistry) -> None:
-        self.fraction, self.main_grads, self.registry = fraction, main_grads, registry
-        self._optimizer: torch.optim.Optimizer | None = None
+    def __init__(self, fraction: float, context: PlacementContext) -> None:
+        self.fraction, self.main_grads = fraction, context.main_grads
+        self.optimizer, self.registry = context.optimizer, context.registry
         self._chosen: list[Tensor] = []  # the tensors that the next `install` replaces
         self.copies: dict[Tensor, Tensor] = {}  # CPU copy per offloaded parameter
         self.buckets: list[HostBucket] = []
         self._streams: dict[torch.device, TransferStreams] = {}  # one per CUDA device with offloaded parameters
         self._places: dict[Tensor, tuple[int, int]] = {}  # (param group, position) per offloaded parameter
-        self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
-        self._copy_versions: dict[Tensor, int] = {}  # version of the copy after the last step, per parameter
+        self._seen: dict[Tensor, _Look] = {}  # per offloaded parameter, after the last step
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
         return tensor in self.copies
@@ -309,7 +308,6 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        self._optimizer = optimizer
         for tensor in self._chosen:
             if self.main_grads and is_half(tensor):
                 use_main_grad_(tensor)
@@ -320,10 +318,9 @@ class OffloadTransform(ParamTransform):
         for param, copy in made.items():
             copy_annotation(param, copy)
         self.copies |= made
-        # Only the versions of new parameters are recorded here. For parameters of earlier groups, the versions of the
-        # last step must be kept, because they reveal later writes.
-        self._seen |= {param: _look(param) for param in made}
-        self._copy_versions |= {param: copy._version for param, copy in made.items()}
+        # Only new parameters are recorded here. For parameters of earlier groups, the records of the last step must be
+        # kept, because they reveal later writes.
+        self._seen |= {param: _Look.of(param, copy) for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
@@ -348,10 +345,13 @@ class OffloadTransform(ParamTransform):
 
     def _refresh(self) -> None:
         for bucket in self.buckets:
-            written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
+            written = [index for index, param in enumerate(bucket.params) if self._is_written(param)]
             if written:
                 bucket.load(written)  # increments the version counters of the copies, so that masters detect the write
         self._note_versions()
+
+    def _is_written(self, param: Tensor) -> bool:
+        return self._seen[param].param != _Look.of(param, self.copies[param]).param
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
@@ -359,11 +359,9 @@ class OffloadTransform(ParamTransform):
 
         Host synchronization: a wait for the gradients of each bucket, and for the last bucket of weights per device.
         """
-        optimizer = self._optimizer
-        assert optimizer is not None, "a transform is installed before it is used"
         with self._opened():
-            if self.may_step_partially and steps_in_parts(optimizer):
-                self._step_in_parts(optimizer, request, update)
+            if self.may_step_partially and steps_in_parts(self.optimizer):
+                self._step_in_parts(request, update)
             else:
                 for bucket in self.buckets:
                     bucket.start()
@@ -380,7 +378,7 @@ class OffloadTransform(ParamTransform):
                 stack.enter_context(streams.opened())
             yield
 
-    def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
+    def _step_in_parts(self, request: UpdateRequest, update: Update) -> None:
         """Step the parameters that stay on the device, then the CPU copies bucket by bucket.
 
         The device updates its parameters while the CPU waits for gradients and updates the copies.
@@ -388,18 +386,26 @@ class OffloadTransform(ParamTransform):
         for bucket in self.buckets[:1]:
             bucket.start()
         here = {self._places[param] for param in self.copies}
-        groups = enumerate(optimizer.param_groups)
+        groups = enumerate(self.optimizer.param_groups)
         rest = [(index, at) for index, group in groups for at in range(len(group["params"])) if (index, at) not in here]
         if rest or not self.buckets:
-            with hold_only(optimizer, rest):
+            with self._holding(rest):
                 update(request)
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
             if following is not None:
                 following.start()
             bucket.finish()
-            with hold_only(optimizer, [self._places[param] for param in bucket.params]):
+            with self._holding(self._places[param] for param in bucket.params):
                 update(request)
             self._send([bucket])
+
+    def _holding(self, places: Iterable[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Return a context manager in which param groups hold only the parameters at ``places`` (see `_places`)."""
+        groups = self.optimizer.param_groups
+        bucket: list[list[Tensor]] = [[] for _ in groups]
+        for index, at in places:
+            bucket[index].append(groups[index]["params"][at])
+        return holding(self.optimizer, bucket)
 
     def _send(self, buckets: Sequence[HostBucket]) -> None:
         for bucket in buckets:
@@ -425,8 +431,7 @@ class OffloadTransform(ParamTransform):
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._seen = {param: _look(param) for param in self.copies}
-        self._copy_versions = {param: copy._version for param, copy in self.copies.items()}
+        self._seen = {param: _Look.of(param, copy) for param, copy in self.copies.items()}
 
     def has_copies(self) -> bool:
         return bool(self.copies)
@@ -439,8 +444,7 @@ class OffloadTransform(ParamTransform):
         Host synchronization: a few per parameter.
         """
         for param, copy in self.copies.items():
-            is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
-            if is_settled and not has_equal_values(param, copy):
+            if self._seen[param] == _Look.of(param, copy) and not has_equal_values(param, copy):
                 return param
         return None
 
@@ -456,8 +460,15 @@ class OffloadTransform(ParamTransform):
         self._refresh()
 
 
-def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return param.data_ptr(), param._version, param.stride()
+class _Look(NamedTuple):
+    """The memory and the version counters of an offloaded parameter and its copy, by which writes are detected."""
+
+    param: tuple[int, int, tuple[int, ...]]
+    copy: int
+
+    @classmethod
+    def of(cls, param: Tensor, copy: Tensor) -> _Look:
+        return cls((param.data_ptr(), param._version, param.stride()), copy._version)
 
 
 def _buckets(params: Sequence[Tensor], streams: dict[torch.device, TransferStreams]) -> Iterator[HostBucket]:
@@ -520,15 +531,3 @@ def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int
         end = max(end, piece[3])
     chosen = {pieces[index] for pieces, indices in by_rank for index in indices}
     return {piece for cluster in clusters if not chosen.isdisjoint(cluster) for piece in cluster}
-
-
-def reference_offloaded_step(
-    params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
-) -> None:
-    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step, copy weights back."""
-    copies = [param for group in optimizer.param_groups for param in group["params"]]
-    for copy, gradient in zip(copies, gradients, strict=True):
-        copy.grad = None if gradient is None else gradient.to("cpu", copy.dtype)
-    optimizer.step()
-    for param, copy in zip(params, copies, strict=True):
-        param.data.copy_(copy)

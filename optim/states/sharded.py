@@ -13,7 +13,7 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from ..gradients.fixed_order import SlicedBucket, SlicedTreeSum, TreeRanks, sum_
 from ..gradients.in_place import clear_gradients
 from ..gradients.reduce_in_backward import (
     BackwardReducer,
+    Sizes,
     kind_of,
     model_meets_over_data,
     sizes_of,
@@ -68,6 +69,24 @@ from .elementwise import check_elementwise
 # slice. After the update, an all-gather collects the slices of the parameters.
 
 
+@dataclass(eq=False)
+class Shard:
+    """The elements of one parameter in this rank's slice of a bucket.
+
+    Args:
+        segment: The range of elements of the flattened parameter.
+        piece: The 1-dim parameter with these elements that the optimizer steps: a view of the model parameter, or a copy
+            if the model parameter is not contiguous.
+        gradient: The sum of the reduced gradients of this accumulation window; None (default): no gradient yet.
+        version: The version counter of ``piece`` when the bucket last wrote it. Default: 0.
+    """
+
+    segment: Segment
+    piece: Tensor
+    gradient: Tensor | None = None
+    version: int = 0
+
+
 class ZeroBucket:
     """A flat bucket of parameters, of one dtype and device, and this rank's slice of it.
 
@@ -80,13 +99,10 @@ class ZeroBucket:
         hook: The communication hook that sums gradients; not used with ``tree``.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
-        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``.
+        tree: The data ranks, if `start` must sum gradients in the order of ``sum_order="fixed"``.
 
     Attributes:
-        segments: The ranges of elements of flattened parameters in this rank's slice.
-        pieces: One 1-dim parameter per segment: a view of the model parameter, or a copy if the parameter
-            is not contiguous.
-        gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
+        shards: This rank's slice, in the order of the parameters; empty if it consists of padding.
     """
 
     adopt = False
@@ -117,12 +133,8 @@ class ZeroBucket:
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
         dtype = grad_dtype if tree is None else sum_dtype(self.params[0])
         self._bucket = GradientBucket(self.params, layout, self.group, hook, dtype, early)
-        self.segments = layout.segments(rank)
-        self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
-        self.gradients: list[Tensor | None] = [None] * len(self.segments)
-        self.shards = list(zip(self.segments, self.pieces, strict=True))
-        self._seen = self._look()
-        self._piece_versions = self._look_at_pieces()
+        self.shards = [Shard(segment, nn.Parameter(self._piece(segment))) for segment in layout.segments(rank)]
+        self._note_written(self._look())
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -142,21 +154,24 @@ class ZeroBucket:
     def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
         return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
 
-    def _look_at_pieces(self) -> dict[Tensor, int]:
-        return {piece: piece._version for piece in self.pieces}
+    def _note_written(self, seen: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        self._seen = seen
+        for shard in self.shards:
+            shard.version = shard.piece._version
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Update the shards of parameters that other code wrote, or that have new memory. Host synchronization: none."""
         now = self._look()
-        for segment, piece in self.shards:
-            if now[segment.position] != self._seen[segment.position]:
-                piece.data = self._piece(segment)
-                torch.autograd.graph.increment_version(piece)  # so that masters detect the write
-        self._seen, self._piece_versions = now, self._look_at_pieces()
+        for shard in self.shards:
+            position = shard.segment.position
+            if now[position] != self._seen[position]:
+                shard.piece.data = self._piece(shard.segment)
+                torch.autograd.graph.increment_version(shard.piece)  # so that masters detect the write
+        self._note_written(now)
 
     def has_copies(self) -> bool:
-        return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
+        return any(not self.params[shard.segment.position].is_contiguous() for shard in self.shards)
 
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter whose values differ from those of a copied shard; None: no parameter differs.
@@ -167,11 +182,11 @@ class ZeroBucket:
         Host synchronization: one or two per copy.
         """
         now = self._look()
-        for segment, piece in self.shards:
-            position, version = segment.position, self._piece_versions[piece]
+        for shard in self.shards:
+            position, piece = shard.segment.position, shard.piece
             if self.params[position].is_contiguous() or now[position] != self._seen[position]:
                 continue
-            if piece._version == version and not has_equal_values(self._part(segment), piece.detach()):
+            if piece._version == shard.version and not has_equal_values(self._part(shard.segment), piece.detach()):
                 return self.params[position]
         return None
 
@@ -189,9 +204,9 @@ class ZeroBucket:
             flat = self.params[0].data.view(-1)
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
-            own = flat[self._own]
-            if self.pieces:  # empty if this rank's slice consists of padding
-                torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
+            if self.shards:
+                places = [place for _, place in self._places(flat[self._own])]
+                torch._foreach_copy_(places, [shard.piece for shard in self.shards])
         work: Any = getattr(dist, ALL_GATHER)(flat, flat[self._own], group=self.group, async_op=True)
 
         @torch.no_grad()
@@ -205,9 +220,14 @@ class ZeroBucket:
                     torch._foreach_copy_(self.params, arrived)
                 else:  # few kernels; `_foreach_copy_` would launch one per parameter if any memory format differs
                     copy_each_(self.params, arrived)
-            self._seen, self._piece_versions = self._look(), self._look_at_pieces()
+            self._note_written(self._look())
 
         return finish
+
+    def _places(self, own: Tensor) -> list[tuple[Shard, Tensor]]:
+        """Return each shard with its part of ``own``, a buffer of this rank's slice."""
+        segments = ((shard, shard.segment) for shard in self.shards)
+        return [(shard, own[segment.offset : segment.offset + segment.numel]) for shard, segment in segments]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -215,24 +235,24 @@ class ZeroBucket:
     def in_fixed_order(self) -> bool:
         return self._tree is not None
 
-    def forget_gradients(self, set_to_none: bool = True) -> None:
+    def clear(self, set_to_none: bool) -> None:
         clear_gradients(self.params, set_to_none)
         if self._tree is not None:
             self._tree.clear()
-        self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
-
-    def start(self) -> Finish:
-        """Call `reduce`. `BackwardReducer` calls this method during or after backward."""
-        return self.reduce()
+        for shard in self.shards:
+            if set_to_none:
+                shard.piece.grad = shard.gradient = None
+            elif shard.gradient is not None:
+                shard.gradient.zero_()
 
     @torch.no_grad()
-    def reduce(self, summed: bool = False) -> Finish:
+    def start(self, summed: bool = False) -> Finish:
         """Start to reduce the parameters' gradients into this rank's slice.
 
-        The returned function waits for the result, and adds it to ``gradients``. In a sum over ranks, a missing
-        gradient counts as zeros.
+        The returned function waits for the result, and adds it to the shards' gradients. In a sum over ranks, a missing
+        gradient counts as zeros. With ``summed``, gradients are summed even if the attribute ``summed`` is False.
 
-        With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets ``gradients``.
+        With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets the gradients.
         Collectives: one reduce-scatter if gradients are summed (one all-to-all with ``sum_order="fixed"``), else none.
         """
         if self._tree is not None:
@@ -243,10 +263,9 @@ class ZeroBucket:
             own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
             arrived, *held = self._bucket.reduce_scatter(own)
         else:
-            parts = [self._gradient_part(segment) for segment in self.segments]
+            parts = [(shard, self._gradient_part(shard.segment)) for shard in self.shards]
         if self.release:
-            for param in self.params:
-                param.grad = None
+            clear_gradients(self.params, set_to_none=True)
 
         @torch.no_grad()
         def finish() -> None:
@@ -255,9 +274,9 @@ class ZeroBucket:
                 held.clear()
                 if self._late != 1.0:
                     own.mul_(self._late)
-                self._add([own[s.offset : s.offset + s.numel] for s in self.segments])
+                _add(self._places(own))
             else:
-                self._add(parts)
+                _add(parts)
 
         return finish
 
@@ -266,12 +285,13 @@ class ZeroBucket:
             self.receive(self._tree.finish())
 
     def receive(self, own: Tensor | None) -> None:
-        """Set ``gradients`` to the parts of ``own``, this rank's slice of the sum."""
+        """Set the shards' gradients to the parts of ``own``, this rank's slice of the sum; None: there is no gradient."""
         if own is None:
-            self.gradients = [None] * len(self.segments)
+            for shard in self.shards:
+                shard.gradient = None
         else:
-            own = own.to(self.grad_dtype)
-            self.gradients = [own[s.offset : s.offset + s.numel] for s in self.segments]
+            for shard, part in self._places(own.to(self.grad_dtype)):
+                shard.gradient = part
 
     def _gradient_part(self, segment: Segment) -> Tensor | None:
         gradient = dense(self.params[segment.position].grad)
@@ -280,48 +300,18 @@ class ZeroBucket:
         part = gradient.reshape(-1)[segment.start : segment.start + segment.numel]
         return part.to(self.grad_dtype, copy=self.release)
 
-    def _add(self, parts: Sequence[Tensor | None]) -> None:
-        sums, terms = [], []
-        for index, part in enumerate(parts):
-            present = self.gradients[index]
-            if present is None:
-                self.gradients[index] = part
-            elif part is not None:
-                sums.append(present)
-                terms.append(part)
-        if sums:
-            torch._foreach_add_(sums, terms)
 
-
-def reference_slice(
-    gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
-) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks."""
-    totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
-    parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
-    return [part / len(gradients) if average else part for part in parts]
-
-
-def reference_sharded_step(
-    params: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    layout: FlatBucket,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> None:
-    """Step ``params`` in place as a reference for a sharded step: each optimizer steps its rank's slice of ``params``.
-
-    ``gradients`` has, for each rank of the axis, the gradient per parameter. Each optimizer has copies of its rank's
-    segments of ``params``. Gradients are averaged over the ranks.
-    """
-    for rank, optimizer in enumerate(optimizers):
-        copies = [copy for group in optimizer.param_groups for copy in group["params"]]
-        parts = reference_slice(gradients, layout, rank, average=True)
-        shards = list(zip(copies, parts, layout.segments(rank), strict=True))
-        for copy, gradient, _ in shards:
-            copy.grad = gradient.to(copy.dtype)
-        optimizer.step()
-        for copy, _, s in shards:
-            params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
+def _add(parts: Iterable[tuple[Shard, Tensor | None]]) -> None:
+    """Add to each shard's gradient its part of the sum."""
+    sums, terms = [], []
+    for shard, part in parts:
+        if shard.gradient is None:
+            shard.gradient = part
+        elif part is not None:
+            sums.append(shard.gradient)
+            terms.append(part)
+    if sums:
+        torch._foreach_add_(sums, terms)
 
 
 # The axes over which an optimizer state is sharded --------------------------------------------------------------------
@@ -474,6 +464,32 @@ class Sharded(StatePlacement):
         return Shards(self, context) if context.registry.size(self.axis) > 1 else ParamTransform()
 
 
+class _Param(NamedTuple):
+    """A parameter in the param groups, and the decision over which axes its optimizer state is sharded, if any."""
+
+    tensor: Tensor
+    entry: ParameterEntry
+    decision: ShardingDecision
+
+    @property
+    def spec(self) -> P:
+        """Return the layout of the stepped tensor: a shard, or the parameter itself."""
+        return piece_spec(self.entry.spec, self.decision.axes) if self.decision.axes else self.entry.spec
+
+
+class _Report(NamedTuple):
+    """The values that `Shards.install` gathers from each rank.
+
+    ``meets`` is True if the model may issue collectives over the axis of `Sharded` or a data axis.
+    """
+
+    buckets: set[NormBucket]
+    names: ShardedNames
+    sizes: Sizes
+    meets: bool
+    problem: str | None
+
+
 class Shards(ParamTransform):
     """The transform of `Sharded`: replaces parameters in the param groups by this rank's shards of them."""
 
@@ -506,24 +522,21 @@ class Shards(ParamTransform):
         gradient must be summed is not sharded over exactly the data axes.
         Collectives: an object all-gather.
         """
-        topology = self.registry.topology
-        tensors = [at.tensor for at in positions]
         named: list[Tensor | tuple[str, Tensor]] = [(at.name, at.tensor) for at in positions]
-        entries = entries_of([named], topology)
-        decisions = [self._decision(entry) for entry in entries]
-        sharded = {index: decision for index, decision in enumerate(decisions) if decision.axes}
-        planned = self._layouts(tensors, entries, sharded)
-        self._compare_ranks(entries, sharded)
-        self._axes_of |= {tensors[index]: decision.axes for index, decision in sharded.items()}
-        self._names |= {tensors[index]: entries[index].name for index in sharded}
-        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in sharded}
-        for decision, layout in planned:
-            is_late = self._is_late(entries[layout.indices[0]])
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, decision, is_late)
-            for segment, piece in bucket.shards:
-                index = layout.indices[segment.position]
-                annotate(piece, piece_spec(entries[index].spec, sharded[index].axes), entries[index].name)
-                pieces[tensors[index]].append((piece, segment.start))
+        entries = entries_of([named], self.registry.topology)
+        params = [_Param(at.tensor, entry, self._decision(entry)) for at, entry in zip(positions, entries, strict=True)]
+        sharded = [param for param in params if param.decision.axes]
+        layouts = self._layouts(sharded)
+        self._compare_ranks(params)
+        self._axes_of |= {param.tensor: param.decision.axes for param in sharded}
+        self._names |= {param.tensor: param.entry.name for param in sharded}
+        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {param.tensor: [] for param in sharded}
+        for layout in layouts:
+            members = [sharded[index] for index in layout.indices]
+            for shard in self._make_bucket(members, layout).shards:
+                param = members[shard.segment.position]
+                annotate(shard.piece, param.spec, param.entry.name)
+                pieces[param.tensor].append((shard.piece, shard.segment.start))
         self.buckets = self._early + self._late
         if self.how.gradients:
             if self._reducer is not None:
@@ -542,14 +555,14 @@ class Shards(ParamTransform):
                 return decision
         return choose(averages_data=self._averages_data)
 
-    def _not_in_tree(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> str | None:
+    def _not_in_tree(self, params: Sequence[_Param]) -> str | None:
         """Return an error text if ``sum_order="fixed"`` can't sum the gradient of a parameter in backward, else None."""
         if self._tree is None or not self.how.gradients:
             return None
-        for index, decision in sharded.items():
+        for _, entry, decision in params:
             if decision.summed and not self._is_in_tree(decision):
                 return (
-                    f"{entries[index].name}: with sum_order='fixed' gradients are summed over "
+                    f"{entry.name}: with sum_order='fixed' gradients are summed over "
                     f"{', '.join(self._tree.axes)}, but Sharded({self.how.axis!r}, gradients=True) shards them over "
                     f"{', '.join(decision.axes)}: give Sharded an alias of all data axes, or leave gradients=True out"
                 )
@@ -558,24 +571,22 @@ class Shards(ParamTransform):
     def _is_in_tree(self, decision: ShardingDecision) -> bool:
         return self._tree is not None and decision.summed and {*decision.axes} == {*self._tree.axes}
 
-    def _layouts(
-        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], sharded: Mapping[int, ShardingDecision]
-    ) -> list[tuple[ShardingDecision, FlatBucket]]:
-        """Return the `ShardingDecision` and layout of each bucket, in the order in which backward fills the buckets.
+    def _layouts(self, sharded: Sequence[_Param]) -> list[FlatBucket]:
+        """Return the layout of each bucket, with indices of ``sharded``, in the order in which backward fills the buckets.
 
         Ranks with replicas of a parameter must shard it at the same offsets, even if their other parameters differ.
         Therefore all parameters in a bucket have the same layout over the mesh, the same dtype and the same device.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
-        for index, decision in sharded.items():
-            param, layout = params[index], NormBucket.of(entries[index].spec, self.registry.topology)
-            together.setdefault((decision, layout, param.dtype, str(param.device)), []).append(index)
-        planned = []
+        for index, (tensor, entry, decision) in enumerate(sharded):
+            layout = NormBucket.of(entry.spec, self.registry.topology)
+            together.setdefault((decision, layout, tensor.dtype, str(tensor.device)), []).append(index)
+        layouts = list[FlatBucket]()
         for (decision, *_), indices in together.items():
-            bucket_numel = BUCKET_BYTES // self._grad_dtype(params[indices[0]]).itemsize
-            numels, size = {index: params[index].numel() for index in indices}, self.registry.size(*decision.axes)
-            planned += [(decision, layout) for layout in flat_buckets(numels, size, bucket_numel)]
-        return sorted(planned, key=lambda item: -item[1].indices[-1])
+            numels = {index: sharded[index].tensor.numel() for index in indices}
+            bucket_numel = BUCKET_BYTES // self._grad_dtype(sharded[indices[0]].tensor).itemsize
+            layouts += flat_buckets(numels, self.registry.size(*decision.axes), bucket_numel)
+        return sorted(layouts, key=lambda layout: -layout.indices[-1])
 
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
@@ -588,9 +599,8 @@ class Shards(ParamTransform):
         """
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
-    def _make_bucket(
-        self, params: list[Tensor], layout: FlatBucket, decision: ShardingDecision, is_late: bool
-    ) -> ZeroBucket:
+    def _make_bucket(self, members: Sequence[_Param], layout: FlatBucket) -> ZeroBucket:
+        params, (_, entry, decision) = [member.tensor for member in members], members[0]
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
@@ -600,7 +610,7 @@ class Shards(ParamTransform):
         bucket = ZeroBucket(params, layout, self.registry, decision.axes, decision.summed, dtype, hook, early, tree)
         if in_tree and not early:
             self._sliced.append(bucket)
-        (self._late if decision.summed and is_late else self._early).append(bucket)
+        (self._late if decision.summed and self._is_late(entry) else self._early).append(bucket)
         return bucket
 
     def sliced(self) -> list[SlicedBucket]:
@@ -609,26 +619,28 @@ class Shards(ParamTransform):
     def summed_in_backward(self) -> list[Tensor]:
         return [param for bucket in self.buckets for param in bucket.params if bucket.in_fixed_order]
 
-    def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
+    def _compare_ranks(self, params: Sequence[_Param]) -> None:
         """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
 
         It raises ValueError as `install` does.
         Collectives: an object all-gather.
         """
         topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
-        for index, decision in sharded.items():
-            names.setdefault(decision.axes, []).append(entries[index].name)
-        specs = [piece_spec(e.spec, sharded[i].axes) if i in sharded else e.spec for i, e in enumerate(entries)]
-        mine = {NormBucket.of(spec, topology) for spec in specs}
-        sizes = sizes_of((entries[index] for index in sharded if not entries[index].spec.owned), topology)
+        for _, entry, decision in params:
+            if decision.axes:
+                names.setdefault(decision.axes, []).append(entry.name)
+        mine = {NormBucket.of(param.spec, topology) for param in params}
+        movable = (entry for _, entry, decision in params if decision.axes and not entry.spec.owned)
+        entries = [param.entry for param in params]
         meets = model_meets_over_data(entries, topology, *topology.expand_aliases(self.how.axis))
-        reports = gather_objects((mine, names, sizes, meets, self._not_in_tree(entries, sharded)), self.registry)
-        if problem := next((text for *_, text in reports if text is not None), None):
+        report = _Report(mine, names, sizes_of(movable, topology), meets, self._not_in_tree(params))
+        reports = gather_objects(report, self.registry)
+        if problem := next((of_rank.problem for of_rank in reports if of_rank.problem is not None), None):
             raise ValueError(problem)
-        self._all_late |= any(meets for *_, meets, _ in reports)
-        self._uneven |= uneven_kinds([sizes for _, _, sizes, *_ in reports], topology)
-        check_same_names([names for _, names, *_ in reports], topology)
-        self._norm_buckets.update(*(buckets for buckets, *_ in reports))
+        self._all_late |= any(of_rank.meets for of_rank in reports)
+        self._uneven |= uneven_kinds([of_rank.sizes for of_rank in reports], topology)
+        check_same_names([of_rank.names for of_rank in reports], topology)
+        self._norm_buckets.update(*(of_rank.buckets for of_rank in reports))
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
         """Return the reduction plan of the shards. It sums norm contributions also over the axes of `Sharded`."""
@@ -695,14 +707,14 @@ class Shards(ParamTransform):
         if self._reducer is None:
             reduced = [bucket for bucket in buckets if bucket not in self._sliced]
             for bucket in reduced:
-                bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients are sums over the window
+                bucket.receive(None)  # the parameters' gradients are sums over the window
             summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
-            run_all([partial(bucket.reduce, summed=summed) for bucket in reduced])
+            run_all([partial(bucket.start, summed=summed) for bucket in reduced])
         for bucket in buckets:
             bucket.end_window()
         for bucket in buckets:
-            for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
-                piece.grad = gradient
+            for shard in bucket.shards:
+                shard.piece.grad = shard.gradient
 
     def _check_nothing_came(self) -> None:
         for param, name in self._names.items():
@@ -748,9 +760,7 @@ class Shards(ParamTransform):
 
     def clear(self, set_to_none: bool) -> None:
         for bucket in self.buckets:
-            for piece in bucket.pieces:
-                piece.grad = None if set_to_none else piece.grad
-            bucket.forget_gradients(set_to_none)
+            bucket.clear(set_to_none)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

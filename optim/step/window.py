@@ -105,13 +105,6 @@ class WindowPlace:
     data_ranks: int
     constants: Constants = field(default_factory=Constants)
 
-    @classmethod
-    def of(cls, registry: ProcessGroupRegistry) -> WindowPlace:
-        topology = registry.topology
-        stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
-        stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
-        return cls(stages, stage, sharers, topology.size(*topology.data_axes))
-
 
 _PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionary()
 
@@ -119,7 +112,11 @@ _PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionar
 def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
     place = _PLACES.get(registry)
     if place is None:
-        place = _PLACES[registry] = WindowPlace.of(registry)
+        topology = registry.topology
+        stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
+        stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
+        place = WindowPlace(stages, stage, sharers, topology.size(*topology.data_axes))
+        _PLACES[registry] = place
     return place
 
 
@@ -155,15 +152,6 @@ def window_fields(
         if number:
             slots[at].fill_(number)
     return PackedSum(slots, sizes)
-
-
-def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """Return the number of data ranks divided by the sum of all weights, as a reference for tests; 1 if the sum is 0.
-
-    ``weights[d][k]`` is the weight of micro-batch k on data rank d.
-    """
-    total = sum(sum(of_rank) for of_rank in weights)
-    return len(weights) / total if total else 1.0
 
 
 # Gradients that a pipeline schedule divides twice ---------------------------------------------------------------------
@@ -560,7 +548,8 @@ class Window:
                 "backward was called after the gradients of this step had been clipped: call step() before the next "
                 "backward, and clip only after the last micro-batch of a step"
             )
-        self._check_whole()
+        if self.phase == "broken":
+            raise self._broken_error()
         self._check_gradients(params)
         self._count(weight)
         self.phase, self.sync_skipped = "accumulating", False
@@ -628,10 +617,6 @@ class Window:
         if self._watched is not None:
             self._remove_hook()
             self._watched = None
-
-    def _check_whole(self) -> None:
-        if self.phase == "broken":
-            raise self._broken_error()
 
     def _broken_error(self, is_skipped: bool = False) -> RuntimeError:
         """Return the error for a broken window. ``is_skipped``: all ranks skip the step, and this rank raises the error."""

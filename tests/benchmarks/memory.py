@@ -105,7 +105,7 @@ def _state_bytes(optimizer: ParallelOptimizer, stepped: Tensor) -> int:
 
 def _slices(optimizer: ParallelOptimizer) -> int:
     shards = (transform for transform in optimizer._states.transforms if isinstance(transform, Shards))
-    gradients = [gradient for transform in shards for bucket in transform.buckets for gradient in bucket.gradients]
+    gradients = [shard.gradient for transform in shards for bucket in transform.buckets for shard in bucket.shards]
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 

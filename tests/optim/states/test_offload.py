@@ -21,6 +21,7 @@ from meshstep.amp import Bf16, Precision, precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, StatePlacement
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
+from meshstep.optim.states.chain import PlacementContext
 from meshstep.optim.states.offloaded import HostBucket, OffloadTransform, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import MODES
@@ -165,7 +166,8 @@ def test_unfused_or_half_state_optimizer_is_called_once_for_all_offload_buckets(
 def test_offload_waits_for_the_last_upload_to_each_device() -> None:
     """Uploads to different devices use different streams, so the last upload may complete before earlier ones."""
     registry = ProcessGroupRegistry(Topology(data=1))
-    transform = OffloadTransform(1.0, False, registry)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    transform = OffloadTransform(1.0, PlacementContext(optimizer, precision_of("fp32"), registry))
     waited: list[int] = []
     devices = ["cuda:0", "cuda:0", "cuda:1", "cpu"]
     transform.buckets = [

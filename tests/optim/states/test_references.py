@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from loops import using
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.clip.clipper import inverse_weight
-from meshstep.optim.states.offloaded import reference_offloaded_step
-from meshstep.optim.states.sharded import Shards, ZeroBucket, reference_sharded_step, reference_slice
-from meshstep.optim.step.window import place_of, reference_inverse_weight, window_fields
+from meshstep.optim.gradients.buckets import FlatBucket
+from meshstep.optim.states.sharded import Shards, ZeroBucket
+from meshstep.optim.step.window import place_of, window_fields
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
 from optimizers import OPTIMIZERS
@@ -24,6 +25,37 @@ from world import World
 from zero_models import small_buckets
 
 # ZeRO slices ----------------------------------------------------------------------------------------------------------
+
+
+def reference_slice(
+    gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
+) -> list[Tensor]:
+    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks."""
+    totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
+    parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
+    return [part / len(gradients) if average else part for part in parts]
+
+
+def reference_sharded_step(
+    params: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    layout: FlatBucket,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Step ``params`` in place as a reference for a sharded step: each optimizer steps its rank's slice of ``params``.
+
+    ``gradients`` has, for each rank of the axis, the gradient per parameter. Each optimizer has copies of its rank's
+    segments of ``params``. Gradients are averaged over the ranks.
+    """
+    for rank, optimizer in enumerate(optimizers):
+        copies = [copy for group in optimizer.param_groups for copy in group["params"]]
+        parts = reference_slice(gradients, layout, rank, average=True)
+        shards = list(zip(copies, parts, layout.segments(rank), strict=True))
+        for copy, gradient, _ in shards:
+            copy.grad = gradient.to(copy.dtype)
+        optimizer.step()
+        for copy, _, s in shards:
+            params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
 
 
 def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
@@ -55,7 +87,8 @@ def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: i
             expected = reference_slice(whole, bucket.layout, registry.rank(how.axis), average)
             if not bucket.summed and wrong:
                 expected = [2 * part for part in expected]
-            for gradient, part in zip(bucket.gradients, expected, strict=True):
+            for shard, part in zip(bucket.shards, expected, strict=True):
+                gradient = shard.gradient
                 assert gradient is not None
                 assert gradient.dtype == torch.float32
                 found.append(float((gradient.double() / scale - part).abs().max() / part.abs().max()))
@@ -127,6 +160,18 @@ def test_step_with_zero1_and_zero2_matches_reference(world: World, how: Sharded,
 # CPU offload ----------------------------------------------------------------------------------------------------------
 
 
+def reference_offloaded_step(
+    params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
+) -> None:
+    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step, copy weights back."""
+    copies = [param for group in optimizer.param_groups for param in group["params"]]
+    for copy, gradient in zip(copies, gradients, strict=True):
+        copy.grad = None if gradient is None else gradient.to("cpu", copy.dtype)
+    optimizer.step()
+    for param, copy in zip(params, copies, strict=True):
+        param.data.copy_(copy)
+
+
 def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kind: str, wrong: float) -> float:
     """Return the largest weight difference after three steps; the reference's gradients are multiplied by ``wrong``."""
     layout = LAYOUTS[layout_name]
@@ -169,6 +214,15 @@ def test_offloaded_step_differs_from_reference_with_wrong_gradient_scale(world: 
 
 
 # Weights of accumulation windows --------------------------------------------------------------------------------------
+
+
+def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
+    """Return the number of data ranks divided by the sum of all weights,; 1 if the sum is 0.
+
+    ``weights[d][k]`` is the weight of micro-batch k on data rank d.
+    """
+    total = sum(sum(of_rank) for of_rank in weights)
+    return len(weights) / total if total else 1.0
 
 
 def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as_tensor: bool) -> float:

@@ -88,8 +88,8 @@ def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
             optimizer.backward(model(inputs(step, registry.coordinate["data"]).half()))
             if step == 1 and registry.coordinate["data"] == 1:
                 mine = pieces(optimizer)[-1]
-                gradients = link_of(optimizer, Shards).buckets[0].gradients
-                target = gradients[-1] if options["shard_gradients"] else mine.param.grad
+                shards = link_of(optimizer, Shards).buckets[0].shards
+                target = shards[-1].gradient if options["shard_gradients"] else mine.param.grad
                 assert target is not None
                 target.view(-1)[-1] = inf
             before = [param.detach().clone() for param in (*model.parameters(), *stepped(optimizer))]

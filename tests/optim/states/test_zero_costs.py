@@ -78,13 +78,13 @@ def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
         names = {id(param): name for name, param in model.named_parameters()}
         order: list[list[str]] = []
         in_backward: list[int] = []
-        original = ZeroBucket.reduce
+        original = ZeroBucket.start
 
         def watched(bucket: Any, summed: bool = False) -> Any:
             order.append([names[id(param)] for param in bucket.params])
             return original(bucket, summed)
 
-        with mock.patch.object(ZeroBucket, "reduce", watched):
+        with mock.patch.object(ZeroBucket, "start", watched):
             x = torch.randn(8, 64, requires_grad=True)
             layers = list(model.children())
             hidden = nn.Sequential(*layers[:4])(x)
@@ -113,7 +113,7 @@ def bytes_of_kept_gradients() -> tuple[int, int]:
         states = Sharded("tensor", gradients=True)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, states=states)
         optimizer.backward(model(torch.randn(8, 64, generator=torch.Generator().manual_seed(0))).square().mean())
-        parts = [gradient for bucket in link_of(optimizer, Shards).buckets for gradient in bucket.gradients]
+        parts = [shard.gradient for bucket in link_of(optimizer, Shards).buckets for shard in bucket.shards]
         storages = [part.untyped_storage() for part in parts if part is not None]
         assert all(param.grad is None for param in model.parameters())
         kept = {storage.data_ptr(): storage.nbytes() for storage in storages}

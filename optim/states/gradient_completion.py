@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import WeakSet
 
 import torch
@@ -227,9 +228,11 @@ class GradientCompletion:
             self.table = self.table.with_specs(lambda row: self._with_sums(row.spec, row.param))
             self._buckets = list(self._make_buckets(self.table.plan))
         if self._agreement is not None:
-            entries = self.table.model_plan.entries
-            locals_ = (local_parameter(param, self.table.plan.topology) for param in params)
-            self._agreement.set_replicas([*map(self._with_sums, (entry.spec for entry in entries), locals_)])
+            topology, entries = self.table.plan.topology, zip(self.table.model_plan.entries, params, strict=True)
+            self._agreement.set_replicas(
+                replace(entry, spec=self._with_sums(entry.spec, local_parameter(param, topology)))
+                for entry, param in entries
+            )
             if self._in_backward:
                 given = self.chain.given
                 self._arrived = ArrivedGradients({at: given[at].param for at in self._agreement.replicated})

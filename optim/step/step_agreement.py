@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import describe, gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry, is_fake
 from ...parallel.mesh.text import named_ranks
 from ..clip.base import Clip
 from ..clip.rules import ByNorm, ByValue
-from ..norm.plan import ReductionPlan
+from ..norm.plan import ParameterEntry, ReductionPlan
 from ..norm.plan_agreement import Holders, ParameterIdentity, identities_of
 from ..norm.replicas import splitmix64_finalizer
 
@@ -143,7 +142,7 @@ def _is_same(one: Clip | None, other: Clip | None) -> bool:
         return True
     if not isinstance(one, ByNorm | ByValue) or type(one) is not type(other):
         return False
-    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+    pairs = ((mine, vars(other).get(name)) for name, mine in vars(one).items())
     return all(mine is known or (type(mine) is type(known) is float and mine == known) for mine, known in pairs)
 
 
@@ -157,8 +156,7 @@ def _call_text(rule: Clip | None, reads_devices: bool = True) -> str:
 
 
 def _rule_text(rule: Clip | None, reads_devices: bool = True) -> str:
-    is_plain = isinstance(rule, ByNorm) and rule.norm_type is None
-    value = rule.max_norm if is_plain else rule  # type: ignore[union-attr]
+    value = rule.max_norm if isinstance(rule, ByNorm) and rule.norm_type is None else rule
     return describe(value, reads_devices=reads_devices)
 
 
@@ -185,6 +183,10 @@ class ParamFacts(NamedTuple):
     without_gradient: tuple[int, ...] = ()
 
 
+Settings = Mapping[str, object]
+"""The keys and values of a param group. Keys in `NOT_COMPARED`, and objects such as functions, are not compared."""
+
+
 class ErrorFacts(NamedTuple):
     """The errors of one rank that the next step reports to the other ranks.
 
@@ -205,13 +207,13 @@ NO_ERRORS = ErrorFacts()
 class Facts(NamedTuple):
     """One rank's values in one step that must be equal on other ranks.
 
-    ``weighted`` is True if the micro-batches have weights. ``weight`` is the sum of these weights; a text if it is a
-    tensor on a device; None: not compared.
+    ``weighted`` is True if the micro-batches have weights. ``settings`` has the param groups with parameters on this
+    rank, by index. ``weight`` is the sum of the weights; a text if it is a tensor on a device; None: not compared.
     """
 
     micro_batches: int
     weighted: bool
-    settings: Sequence[Settings] = ()
+    settings: Mapping[int, Settings] = {}
     params: ParamFacts = ParamFacts()
     weight: float | str | None = None
     clip: ClipFacts = ClipFacts()
@@ -254,18 +256,6 @@ class _Class(NamedTuple):
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
 
 
-class Settings(NamedTuple):
-    """The keys and values of a param group. Keys in `NOT_COMPARED`, and objects such as functions, are not compared."""
-
-    keys: Sequence[str]
-    values: Sequence[object]
-
-    def as_text(self) -> dict[str, str]:
-        """Return the compared settings as text, by key. Host synchronization: for tensors on a device."""
-        shown = zip(self.keys, self.values, strict=True)
-        return {key: _text_of(value) for key, value in shown if key not in NOT_COMPARED and _is_compared(value)}
-
-
 class _Group:
     """The settings of one param group, such as its learning rate, with a hash, which `read` updates.
 
@@ -274,52 +264,54 @@ class _Group:
 
     def __init__(self, index: int, ranks: _Class) -> None:
         self.index, self.ranks = index, ranks
-        self.settings = Settings((), ())
-        self._numbers: list[int] = []
-        self._salts: list[int] = []
-        self._mutable: list[int] = []  # positions of settings that may be changed in place
+        self.settings: Settings = {}
+        self._numbers: dict[str, int] = {}
+        self._salts: dict[str, int] = {}
+        self._mutable: list[str] = []  # keys of settings that may be changed in place
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
         """Read the present settings of ``group``, and return True if `number` has changed."""
-        before = self.settings.values
-        if len(before) == len(group) and all(map(is_, group.values(), before)):
+        before = self.settings
+        if len(before) == len(group) and all(map(is_, group.values(), before.values())):
             if not self._mutable:
                 return False
-            for at in self._mutable:
-                self._numbers[at] = self._number_at(at, self.settings.keys[at], before[at])
+            for key in self._mutable:
+                self._numbers[key] = self._number_of(key, before[key])
         else:
-            self._read_anew([*group], [*group.values()])
-        number = sum(self._numbers)
+            self._read_anew(dict(group))
+        number = sum(self._numbers.values())
         has_changed, self.number = number != self.number, number
         return has_changed
 
-    def _read_anew(self, keys: Sequence[str], values: Sequence[object]) -> None:
-        known, before = self.settings
-        finds_tensors = keys != known
+    def _read_anew(self, settings: Settings) -> None:
+        before = self.settings
+        finds_tensors = [*settings] != [*before]
         if finds_tensors:
-            before, self._numbers = [_NEW] * len(keys), [0] * len(keys)
-            self._salts = [hash_of(self.ranks.label, self.index, key) for key in keys]
-        for at, value in enumerate(values):
-            if value is not before[at]:
-                self._numbers[at] = self._number_at(at, keys[at], value)
-                finds_tensors |= type(value) is not float or type(before[at]) is not float
-        self.settings = Settings(keys, values)
+            before, self._numbers = {}, {}
+            self._salts = {key: hash_of(self.ranks.label, self.index, key) for key in settings}
+        for key, value in settings.items():
+            known = before.get(key, _NEW)
+            if value is not known:
+                self._numbers[key] = self._number_of(key, value)
+                finds_tensors |= type(value) is not float or type(known) is not float
+        self.settings = settings
         if finds_tensors:
             self._find_tensors()
 
-    def _number_at(self, at: int, key: str, value: object) -> int:
-        return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])
+    def _number_of(self, key: str, value: object) -> int:
+        return 0 if key in NOT_COMPARED else _number_of(value, self._salts[key])
 
     def _find_tensors(self) -> None:
         self._mutable, self.tensors = [], []
-        for at, (key, value) in enumerate(zip(*self.settings, strict=True)):
+        for key, value in self.settings.items():
             items = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else ()
             if key in NOT_COMPARED:
                 continue
             if isinstance(value, list) or any(isinstance(item, Tensor) and item.is_cpu for item in items):
-                self._mutable.append(at)
-            self.tensors += [(item, self._salts[at]) for item in items if isinstance(item, Tensor) and not item.is_cpu]
+                self._mutable.append(key)
+            salt = self._salts[key]
+            self.tensors += [(item, salt) for item in items if isinstance(item, Tensor) and not item.is_cpu]
 
 
 _NEW = object()
@@ -350,8 +342,9 @@ def _text_of(value: object) -> str:
         return f"{describe(value)} (a tensor on {value.device.type})"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text_of, value))})"
-    is_of_numpy = hasattr(value, "item") and not isinstance(value, Tensor)
-    return describe(value.item() if is_of_numpy else value)  # type: ignore[attr-defined]
+    if hasattr(value, "item") and not isinstance(value, Tensor):  # a NumPy number
+        value = value.item()
+    return describe(value)
 
 
 class StepAgreement:
@@ -399,7 +392,7 @@ class StepAgreement:
         self._of_groups = self._of_params = self._of_window = self._of_errors = self._sum = 0
         self._errors = NO_ERRORS
         self._window: tuple[int, bool, float | str | None] | None = None
-        self._settings: Sequence[Settings] = ()
+        self._settings: Mapping[int, Settings] = {}
         self._params = ParamFacts()
         self.replicated: dict[int, tuple[str, ...]] = {}
         self.sent = Facts(0, False)
@@ -408,12 +401,12 @@ class StepAgreement:
         found = _Class.of(ranks, self.registry.global_rank, kind)
         return found._replace(coefficient=0) if self._is_fake else found
 
-    def set_replicas(self, specs: Sequence[P]) -> None:
-        """Set `replicated` from the layouts of the plan's parameters, including the partial axes of DTensor gradients."""
+    def set_replicas(self, entries: Iterable[ParameterEntry]) -> None:
+        """Set `replicated` from the plan's entries, with specs that include the partial axes of DTensor gradients."""
         topology, self.replicated = self.plan.topology, {}
-        for index, (entry, spec) in enumerate(zip(self.plan.entries, specs, strict=True)):
-            model = [axis for axis in spec.replica_axes(topology) if axis in topology.model_axes]
-            axes = tuple(axis for axis in model if axis not in spec.partial and topology.size(axis) > 1)
+        for index, entry in enumerate(entries):
+            model = [axis for axis in entry.spec.replica_axes(topology) if axis in topology.model_axes]
+            axes = tuple(axis for axis in model if axis not in entry.spec.partial and topology.size(axis) > 1)
             if entry.trained and axes:
                 self.replicated[index] = axes
 
@@ -448,7 +441,7 @@ class StepAgreement:
             for group in self._groups:
                 by_class[group.ranks] = by_class.get(group.ranks, 0) + group.number
             self._of_groups = sum(ranks.coefficient * (number & MASK) for ranks, number in by_class.items())
-            self._settings = [group.settings for group in self._groups]
+            self._settings = {group.index: group.settings for group in self._groups}
         if not same_window:
             self._window = micro_batches, weighted, shared_weight
             # With weights, data ranks may have different numbers of micro-batches.
@@ -535,6 +528,8 @@ class StepAgreement:
         Host synchronization: for tensors on a device.
         """
         facts = self.sent if facts is None else facts
+        if facts.errors.now is not None:
+            return NamedFacts({}, error=facts.errors.now)
         topology, coordinate = self.registry.topology, self.registry.coordinate
         stage = [coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
@@ -546,13 +541,12 @@ class StepAgreement:
         if facts.weight is not None:
             facts_by_name[f"{SUM_OF_WEIGHTS}{where}{f' at {at}' if at else ''}"] = describe(facts.weight)
         facts_by_name |= facts.clip.as_text()
-        if facts.errors.now is not None:
-            return NamedFacts({}, error=facts.errors.now)
         facts_by_name[FAILED_STEPS] = _failed_text(facts.errors)
-        for group, settings in zip(self._groups, facts.settings, strict=False):
-            facts_by_name[f"param group {group.index}{where}"] = "present" if settings.keys else "missing"
-            for key, text in settings.as_text().items():
-                facts_by_name[f"{key} of param group {group.index}{where}"] = text
+        for index, settings in facts.settings.items():
+            facts_by_name[f"param group {index}{where}"] = "present" if settings else "missing"
+            for key, value in settings.items():
+                if key not in NOT_COMPARED and _is_compared(value):
+                    facts_by_name[f"{key} of param group {index}{where}"] = _text_of(value)
         if facts.params == ParamFacts():
             return NamedFacts(facts_by_name)
         names = [*(identity.name for identity in self._identities), *self._left_out]

@@ -53,7 +53,6 @@ from .states.chain import (
     Position,
     StatePlacement,
     TransformChain,
-    params_of,
 )
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
@@ -75,7 +74,14 @@ from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
 from .step.update import check_steps_on_gpu, check_steps_without_closure, steps_on_device
 from .step.window import Window
-from .step.wrapped_optimizer import CombinedOptimizer, asks_other_ranks, check_not_replaced, kind_of, parts_of
+from .step.wrapped_optimizer import (
+    CombinedOptimizer,
+    asks_other_ranks,
+    check_not_replaced,
+    kind_of,
+    params_of,
+    parts_of,
+)
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
@@ -179,7 +185,6 @@ class Setup:
             check_steps_on_gpu(self.optimizer)
         precision, topology = precision_of(self.precision), self.registry.topology
         named_params = [pair for group in groups for pair in group]
-        params = [param for _, param in named_params]
         check_split(self.context(precision), named_params)
         if precision.stochastic_rounding and topology.world_size > 1:
             check_named(named_params)
@@ -187,14 +192,15 @@ class Setup:
         entries = entries_of(named, topology, compared=bool(self.check_replicas))
         plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
         plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
+        params = [(entry, param) for entry, (_, param) in zip(plan.entries, named_params, strict=True)]
         check_whole(self.optimizer, plan.entries, topology)
         if switch := switch_of(modules_in(self.data_parallel)):
             switch.check_groups(self.registry)
             switch.check_layouts(plan.entries, topology)
             if self.average_data:
-                switch.check_members(plan.entries, params, topology)
+                switch.check_members(params, topology)
         if self.sum_order == "fixed":
-            check_fixed_order(plan.entries, params, topology)
+            check_fixed_order(params, topology)
         thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
         dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
         filled = frozenset(index for index, group in enumerate(groups) if group)
@@ -235,7 +241,7 @@ class Setup:
             "commit": None if self.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
-        params = params_of(self.optimizer.param_groups)
+        params = params_of(self.optimizer)
         if gpu := next((param.device for param in params if param.is_cuda), None):
             said["kernels on GPUs (use_kernels or MESHSTEP_KERNELS)"] = kernels_on_gpu(gpu)
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,9 +74,9 @@ SumOrder = Literal["any", "fixed"]
 the sum does not depend on how many data ranks share the micro-batches of a window."""
 
 
-def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
+def check_fixed_order(params: Iterable[tuple[ParameterEntry, Tensor]], topology: Topology) -> None:
     """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``."""
-    for entry, param in zip(entries, params, strict=True):
+    for entry, param in params:
         if entry.trained and has_dtensors((param,)):
             raise ValueError(
                 f"{entry.name} is a DTensor, and sum_order='fixed' sums gradients of plain tensors only: leave "
@@ -256,11 +256,9 @@ class TorchGradSync(GradSyncController):
     """Second part of an error that is raised if float32 gradients are needed and `float32_grads` is False."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
-        by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
-        self.is_ddp = True in by_ddp
-        self.float32_grads = not self.is_ddp  # DDP fails if a gradient has another dtype than its parameter
-        for given, module in zip(modules, self.modules, strict=True):
+        self.modules = list[nn.Module]()
+        for given in modules:
+            module = reducing_module(given) if isinstance(given, nn.Module) else given
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise TypeError(
                     "data_parallel=FullyShardedDataParallel (FSDP1) is not supported: shard the model with "
@@ -272,6 +270,10 @@ class TorchGradSync(GradSyncController):
                     "that fully_shard was applied to (a list of them if a rank has several pipeline stages); "
                     "leave data_parallel= out if the optimizer averages gradients itself"
                 )
+            self.modules.append(module)
+        by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
+        self.is_ddp = True in by_ddp
+        self.float32_grads = not self.is_ddp  # DDP fails if a gradient has another dtype than its parameter
         if len(by_ddp) > 1:
             raise TypeError(
                 "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
@@ -327,7 +329,7 @@ class TorchGradSync(GradSyncController):
                     "specs"
                 )
 
-    def check_members(self, entries: Iterable[ParameterEntry], params: Iterable[Tensor], topology: Topology) -> None:
+    def check_members(self, params: Iterable[tuple[ParameterEntry, Tensor]], topology: Topology) -> None:
         """Raise ValueError if a `DistributedDataParallel` (DDP) does not reduce the gradient of a trained parameter.
 
         DDP reduces the gradients of the parameters that the model had when DDP was made. Parameters that the user makes
@@ -341,7 +343,7 @@ class TorchGradSync(GradSyncController):
             known.update(map(id, (*module._module_parameters, *module._delay_all_reduce_params)))
             ignored, named = module.parameters_to_ignore, module.module.named_parameters()
             known.update(id(param) for name, param in named if name in ignored)
-        for entry, param in zip(entries, params, strict=True) if modules else ():
+        for entry, param in params if modules else ():
             if entry.trained and id(param) not in known:
                 raise ValueError(
                     f"{entry.name} is not in the DistributedDataParallel in data_parallel=, so its gradient would not be "
@@ -366,7 +368,7 @@ class TorchGradSync(GradSyncController):
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = on
             else:
-                module.set_requires_gradient_sync(on)  # type: ignore[operator]
+                cast(Any, module).set_requires_gradient_sync(on)
 
     def averages(self, window: Window) -> bool:
         """Return False if DDP did not reduce gradients in the last micro-batch, so that `step` must average them.
@@ -468,7 +470,7 @@ def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn
         return []
     if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
         return list(data_parallel)
-    return [data_parallel]  # type: ignore[list-item]  # the type is checked by `TorchGradSync`
+    return [cast(nn.Module, data_parallel)]  # the type is checked by `TorchGradSync`
 
 
 def reducing_module(module: nn.Module) -> nn.Module:
@@ -523,25 +525,17 @@ class MegatronGradSync(TorchGradSync):
     )
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.modules = module, [module]
+        self.module: Any = module  # the class of Megatron, which is not imported
+        self.modules = [module]
         config: Any = module.ddp_config
         self._overlap, self.float32_grads = config.overlap_grad_reduce, config.grad_reduce_in_fp32
-        wrong = [
-            f"{name}=True: {instead}"
-            for name, instead, value in (
-                (
-                    "use_distributed_optimizer",
-                    "give states=Sharded('data') instead",
-                    config.use_distributed_optimizer,
-                ),
-                (
-                    "calculate_per_token_loss",
-                    "leave it False, and give the number of tokens to backward(loss, weight=...)",
-                    getattr(module.config, "calculate_per_token_loss", False),
-                ),
+        wrong = []
+        if config.use_distributed_optimizer:
+            wrong.append("use_distributed_optimizer=True: give states=Sharded('data') instead")
+        if getattr(module.config, "calculate_per_token_loss", False):
+            wrong.append(
+                "calculate_per_token_loss=True: leave it False, and give the number of tokens to backward(loss, weight=...)"
             )
-            if value
-        ]
         if wrong:
             raise ValueError(f"{type(module).__name__} of Megatron has an unsupported setting: {'; '.join(wrong)}")
 
@@ -559,7 +553,7 @@ class MegatronGradSync(TorchGradSync):
 
     def set(self, on: bool) -> None:
         self.on = on
-        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc]
+        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):
             group.is_last_microbatch = on
 
     def averages(self, window: Window) -> bool:
@@ -573,7 +567,7 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        self.module.finish_grad_sync()  # type: ignore[operator]
+        self.module.finish_grad_sync()
         for param in params:
             if hasattr(param, "main_grad"):
                 # `detach` makes a new tensor object per window, by which master weights detect a new gradient.
@@ -587,7 +581,7 @@ class MegatronGradSync(TorchGradSync):
 
     def clear(self) -> None:
         self._take_away()
-        self.module.zero_grad_buffer()  # type: ignore[operator]
+        self.module.zero_grad_buffer()
 
     def _take_away(self) -> None:
         for param in self.module.parameters():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,6 @@ def check_in_first_window(find: Callable[[object], str | None]) -> None:
     error, else an error message. If it returns a message on any rank, all ranks raise a ValueError with this message.
     """
     _FINDERS.append(find)
-
-
-def _problem_around(param_groups: object) -> str | None:
-    return next((problem for find in _FINDERS if (problem := find(param_groups)) is not None), None)
 
 
 class GradientReport(NamedTuple):
@@ -87,15 +83,27 @@ class GradientReport(NamedTuple):
         if isinstance(param_groups, list) and not window.reduced:
             some = some or any(param.grad is not None for group in param_groups for param in group["params"])
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        wrong, sums = None if param_groups is None else _problem_around(param_groups), dict[Any, Any]()
+        found = (find(param_groups) for find in _FINDERS if param_groups is not None)
+        wrong = next((problem for problem in found if problem is not None), None)
+        sums: Sums = {}
         try:
-            sums = {**sums_seen(params)}
+            sums = sums_seen(params)
         except ValueError as error:
             wrong = str(error)
-        broken = window.phase == "broken"
-        counts = window.grads_checked, window.count_written(params)
-        found = window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts
-        return cls(*found, scaled_losses=window.scaled_losses)
+        return cls(
+            calls=window.calls,
+            some=some,
+            some_not_zero=not_zero,
+            elsewhere=elsewhere,
+            unknown=window.phase == "broken",
+            divided_twice=window.divided_twice,
+            sums=sums,
+            wrong=wrong,
+            facts=facts,
+            looked=window.grads_checked,
+            written=window.count_written(params),
+            scaled_losses=window.scaled_losses,
+        )
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:

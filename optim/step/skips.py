@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.value_checks import check_count, is_whole
@@ -61,6 +62,10 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
     return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
 
 
+def _is_one(flag: Tensor | None) -> bool:
+    return flag is not None and bool(flag)
+
+
 class SkipMonitor:
     """Counters of skipped steps, in total and by reason.
 
@@ -110,23 +115,22 @@ class SkipMonitor:
         self._add(decision)
         if not captured:
             self._copy_to_host(facts)
-        if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
+        raises = on_nonfinite == "raise"
+        if bypassed or (raises and _is_one(decision.past)):
             raise self._bypass_error(
                 f"The steps with these gradients were skipped, the first {LAG} steps ago"
                 if bypassed
                 else "This step was skipped"
             )
-        if diverged or (
-            on_nonfinite == "raise" and stats.replicas_diverged is not None and bool(stats.replicas_diverged)
-        ):
+        if diverged or (raises and _is_one(stats.replicas_diverged)):
             return self._report_divergence()
         if disagreed:
             return self._report_disagreement(then)
-        if on_nonfinite == "raise" and stats.ranks_disagree is not None and bool(stats.ranks_disagree):
+        if raises and _is_one(stats.ranks_disagree):
             return self._report_disagreement(facts)
         if reason := _too_many(in_a_row, on_nonfinite):
             return reason
-        if on_nonfinite == "raise" and bool(stats.found_inf):
+        if raises and bool(stats.found_inf):
             return f"the gradient norm is {float(stats.total_norm)}"
         return None
 

@@ -48,10 +48,10 @@ from ...parallel.mesh.value_checks import (
 from ..norm.plan import ParameterEntry, ReductionPlan, entries_of, logical_shape
 from ..norm.plan_agreement import Summary, agree
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import SCALAR_STATE, params_of
+from ..states.chain import SCALAR_STATE
 from ..states.optimizer_state import check_state_value
 from ..step.c_engine import first_value
-from ..step.wrapped_optimizer import asks_other_ranks, parts_of
+from ..step.wrapped_optimizer import asks_other_ranks, params_of, parts_of
 
 if TYPE_CHECKING:
     from ..whole.optimizer import WholeOptimizer
@@ -551,7 +551,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     # A state with the entry "coordinates" can't be loaded on a rank with other mesh coordinates.
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
-    whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
+    whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part)}
     stepped = {}
     for position, row in enumerate(optimizer.stepped_tensors()):
         if parameters.trainable_only and not row.leaf.requires_grad:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from ..norm.plan import ReductionPlan, check_unused
 from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from ..step.wrapped_optimizer import own_calls
+from ..step.wrapped_optimizer import own_calls, params_of
 
 # Param groups: their parameters, and the tensors that replace them ---------------------------------------------------
 
@@ -42,10 +42,6 @@ from ..step.wrapped_optimizer import own_calls
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
 """For each replaced tensor, (replacement, offset in the flattened tensor) pairs. A tensor with an empty sequence is
 removed from the param groups."""
-
-
-def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    return [param for _, param in named_params_of(param_groups)]
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
@@ -111,11 +107,9 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
     ``targets`` are (tensor, offset) pairs. Each tensor holds elements of the flattened parameter, beginning at ``offset``.
     If ``targets`` is empty, the state is dropped.
     """
-    state = optimizer.state.pop(param, None)
-    for target, offset in targets if state else ():
-        optimizer.state[target] = {
-            key: _part_of(value, key, param, target, offset) for key, value in (state or {}).items()
-        }
+    if state := optimizer.state.pop(param, None):
+        for target, offset in targets:
+            optimizer.state[target] = {key: _part_of(value, key, param, target, offset) for key, value in state.items()}
 
 
 def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -> Any:
@@ -459,10 +453,7 @@ class LocalTensors(ParamTransform):
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._pairs: list[tuple[Any, nn.Parameter]] = []
-
-    @property
-    def idle(self) -> bool:  # type: ignore[override]
-        return not self._pairs
+        self.idle = True  # until there are DTensors
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Return the local parameters of the DTensors. Raise ValueError for an unsupported layout."""
@@ -474,17 +465,18 @@ class LocalTensors(ParamTransform):
         new = [(param, local_parameter(param, self._topology)) for param in tensors if isinstance(param, DTensor)]
         known = {id(param) for param, _ in self._pairs}
         self._pairs += [pair for pair in new if id(pair[0]) not in known]
+        self.idle = False
         return {param: [(piece, 0)] for param, piece in new}
 
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
         """Move the state of a DTensor to its local parameter, with the local tensors of state DTensors."""
-        state = optimizer.state.pop(tensor, None)
-        for target, _ in targets if state else ():
-            optimizer.state[target] = {
-                key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in (state or {}).items()
-            }
+        if state := optimizer.state.pop(tensor, None):
+            for target, _ in targets:
+                optimizer.state[target] = {
+                    key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()
+                }
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Set the gradient of each local parameter to the local tensor of its DTensor's gradient.
@@ -662,15 +654,15 @@ class TransformChain:
         Collectives: those of the transforms' `agree` and `install`.
         """
         kept = self.positions, self.given, self.frozen, set(self._prepared)
-        params: list[dict[str, Any]] = [
-            {key: group[key] for key in ("params", "param_names") if key in group} for group in self._groups
+        groups_before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (group, {key: group[key] for key in ("params", "param_names") if key in group}) for group in self._groups
         ]
         try:
             self._renew(groups, plan)
         except Exception:
             self.positions, self.given, self.frozen, self._prepared = kept
-            for group, before in zip(self._groups, params, strict=True):
-                group.update(before)
+            for group, params in groups_before:
+                group.update(params)
             raise
 
     @property
@@ -830,7 +822,7 @@ class TransformChain:
 
     @property
     def stepped(self) -> list[Tensor]:
-        return params_of(self.optimizer.param_groups)
+        return params_of(self.optimizer)
 
     def values(self) -> list[Tensor]:
         """Return the values of the stepped tensors, one tensor each.
@@ -967,7 +959,7 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
     warn_deprecated(
         f"{type(transform).__name__}.step(update)", "write step(self, request, update) and call update(request)"
     )
-    step: Callable[[Callable[[], object]], object] = transform.step  # type: ignore[assignment]
+    step = cast(Callable[[Callable[[], object]], object], transform.step)
     return lambda request, update: step(partial(update, request))
 
 

@@ -28,6 +28,7 @@ from ..norm.param_table import ParamPosition
 from ..norm.replicas import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
+from ..step.wrapped_optimizer import params_of
 from .chain import ParamTransform, PlacementContext, Replacements
 from .elementwise import check_in_buckets
 
@@ -81,12 +82,11 @@ class SplitMasters(ParamTransform):
     def __init__(self, context: PlacementContext) -> None:
         self.optimizer = context.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
-        self._weights: list[Tensor] = []  # the keys of `remainders`; `_versions`, `_addresses`, ... have the same order
+        self._weights: list[Tensor] = []  # the keys of `remainders`; `_seen` and `_memory` have the same order
         self._index: dict[Tensor, int] = {}
-        self._versions: list[int] = []
-        self._addresses: list[int] = []
+        self._seen: list[tuple[int, int]] = []  # (version counter, address) of each weight
         self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
-        self._loaded: list[int] = []  # after a load: a hash of each weight; empty from the next step on
+        self._loaded: dict[Tensor, int] = {}  # after a load: a hash of each weight; empty from the next step on
         self._writes = 0  # number of consecutive steps before which other code wrote or moved weights
         load_states_exactly(self.optimizer, self.remainders)
 
@@ -106,11 +106,10 @@ class SplitMasters(ParamTransform):
         if len(self._weights) != len(self.remainders):
             self._weights = list(self.remainders)
             self._index = {weight: index for index, weight in enumerate(self._weights)}
-            self._addresses = []
-        self._versions = list(map(_version, self._weights))
-        addresses = list(map(Tensor.data_ptr, self._weights))
-        if addresses != self._addresses:
-            self._addresses, self._memory = addresses, list(map(Tensor.detach, self._weights))
+        self._seen, self._memory = self._look(), list(map(Tensor.detach, self._weights))
+
+    def _look(self) -> list[tuple[int, int]]:
+        return list(zip(map(_version, self._weights), map(Tensor.data_ptr, self._weights), strict=True))
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
@@ -122,20 +121,25 @@ class SplitMasters(ParamTransform):
         memory.
         Host synchronization: none, except once if weights were written between a load and the next step.
         """
-        weights, versions = self._weights, list(map(_version, self._weights))
-        addresses = list(map(Tensor.data_ptr, weights))
-        if versions == self._versions and addresses == self._addresses:
+        now = self._look()
+        if now == self._seen:
             return []
-        written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
+        written, moved = list[Tensor](), dict[Tensor, Tensor]()
+        for weight, new, before, memory in zip(self._weights, now, self._seen, self._memory, strict=True):
+            if new[0] != before[0]:
+                written.append(weight)
+            if new[1] != before[1]:
+                moved[weight] = memory
         if self._loaded:  # a script may load the model after the optimizer, which writes equal values
-            sums = _bit_sums([weights[index] for index in written])
-            written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
+            found = _bit_sums(written)
+            written = [weight for weight in written if found[weight] != self._loaded.get(weight)]
         if written:
-            torch._foreach_zero_([self.remainders[weights[index]] for index in written])
-        for index in moved:
-            _drop_if_other(self.remainders[weights[index]], weights[index], self._memory[index])
+            torch._foreach_zero_([self.remainders[weight] for weight in written])
+        for weight, memory in moved.items():
+            _drop_if_other(self.remainders[weight], weight, memory)
         self._note_weights()
-        return [weights[index] for index in sorted({*written, *moved})]
+        changed = {*written, *moved}
+        return [weight for weight in self._weights if weight in changed]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set to 0 the remainders of weights that other code has written.
@@ -166,7 +170,7 @@ class SplitMasters(ParamTransform):
         try:
             update(replace(request, split_weights=SplitWeights(self.remainders)))
         finally:
-            self._versions, self._loaded = list(map(_version, self._weights)), []
+            self._seen, self._loaded = self._look(), {}
 
     def write_back(self) -> None:
         """Record that meshstep itself wrote the weights, so that their remainders are kept.
@@ -182,15 +186,13 @@ class SplitMasters(ParamTransform):
         if self.remainders:
             torch._foreach_zero_(list(self.remainders.values()))
         self._note_weights()
-        self._loaded = []
+        self._loaded = {}
 
     def _remainder(self, tensor: Tensor) -> Tensor | None:
         """Return the remainder of ``tensor``, or None. If other code wrote the tensor, its remainder is set to 0 first."""
         remainder = self.remainders.get(tensor)
-        if remainder is not None:
-            index = self._index[tensor]
-            if (tensor._version, tensor.data_ptr()) != (self._versions[index], self._addresses[index]):
-                self._drop_written()
+        if remainder is not None and (tensor._version, tensor.data_ptr()) != self._seen[self._index[tensor]]:
+            self._drop_written()
         return remainder
 
     def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:
@@ -211,8 +213,8 @@ class SplitMasters(ParamTransform):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def _by_position(self) -> Iterator[tuple[int, Tensor]]:
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return ((position, param) for position, param in enumerate(params) if param in self.remainders)
+        params = enumerate(params_of(self.optimizer))
+        return ((position, param) for position, param in params if param in self.remainders)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -244,10 +246,6 @@ class SplitMasters(ParamTransform):
         self._loaded = _bit_sums(self._weights)
 
 
-def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    return [index for index, (one, other) in enumerate(zip(now, before, strict=True)) if one != other]
-
-
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
     """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, the weight's earlier memory.
 
@@ -260,10 +258,10 @@ def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
     remainder.mul_(same.all())
 
 
-def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
+def _bit_sums(weights: Sequence[Tensor]) -> dict[Tensor, int]:
     """Return an exact integer hash of each tensor's bits. Host synchronization: one."""
-    found: list[int] = TensorHash(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
-    return found
+    hashes = TensorHash(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
+    return dict(zip(weights, hashes, strict=True))
 
 
 # Transforms of the precision modes ------------------------------------------------------------------------------------
@@ -303,8 +301,7 @@ class ModelDtypes(ParamTransform):
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return {"dtypes": sorted({str(param.dtype) for param in params})}
+        return {"dtypes": sorted({str(param.dtype) for param in params_of(self.optimizer)})}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         list_of(check_text)(state.get("dtypes", ()), "dtypes")

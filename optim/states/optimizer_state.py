@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,10 +44,11 @@ from ..step.wrapped_optimizer import (
     check_indices,
     guard_calls,
     own_calls,
+    params_of,
     parts_of,
     remove_guard,
 )
-from .chain import TransformChain, params_of
+from .chain import TransformChain
 
 # The rank that a state dict belongs to ---------------------------------------------------------------------------------
 
@@ -210,7 +211,8 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 def check_states(saved: object) -> None:
     """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`."""
     dict_of(dict_of(anything), key=anything)(saved, "state")
-    for position, state in saved.items():  # type: ignore[attr-defined]
+    assert isinstance(saved, Mapping), "`dict_of` accepts no other type"
+    for position, state in saved.items():
         for name, value in state.items():
             check_state_value(name, value, f"state[{position!r}]")
 
@@ -223,7 +225,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
     if isinstance(number, float) or name == "step":
         check_number(number, f"{where}[{name!r}]")
-    if name == "step" and not 0 <= number <= MAX_COUNT:  # type: ignore[operator]
+    if name == "step" and not 0 <= cast(float, number) <= MAX_COUNT:
         raise wrong(f"{where}[{name!r}]", number, f"a number of steps from 0 to {MAX_COUNT}")
 
 
@@ -253,11 +255,11 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
     groups of ``saved`` must have been checked before.
     """
     positions = [position for group in saved["param_groups"] for position in group["params"]]
-    saved_of = dict(zip(params_of(optimizer.param_groups), positions, strict=True))
+    saved_of = dict(zip(params_of(optimizer), positions, strict=True))
     for part in parts_of(optimizer):
         if type(part) not in _ELEMENTWISE:
             continue
-        for param in params_of(part.param_groups):
+        for param in params_of(part):
             position = saved_of[param]
             for name, value in saved["state"].get(position, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param.shape:
@@ -438,12 +440,13 @@ class Recipe:
     """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed; can be copied and pickled.
 
     ``plain`` is a copy of the wrapped torch optimizer, without state, over the model's parameters. ``attributes`` are
-    those that torch leaves out of copies. ``annotations`` (declared layouts) are not copied with the parameters.
+    those that torch leaves out of copies. ``annotations`` (declared layouts) are not copied with the parameters, so they
+    are listed with their parameters.
     """
 
     plain: torch.optim.Optimizer
     attributes: Mapping[str, Any]
-    annotations: Sequence[Annotation | None]
+    annotations: Sequence[tuple[Tensor, Annotation]]
     registry: ProcessGroupRegistry
     options: Mapping[str, Any]
     state: dict[str, Any]
@@ -468,19 +471,19 @@ class Recipe:
             names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
             plain.param_groups.append({**group, "params": [param for _, param in named], **names})
         attributes = {name: getattr(wrapped, name) for name in COPIED_ATTRIBUTES if hasattr(wrapped, name)}
-        annotations = [annotation_of(param) for param in params_of(plain.param_groups)]
+        annotated = [(param, annotation_of(param)) for param in params_of(plain)]
+        annotations = [(param, annotation) for param, annotation in annotated if annotation is not None]
         return cls(plain, attributes, annotations, registry, options, state)
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
-        if annotation is not None:
-            attach(param, annotation)
+    for param, annotation in recipe.annotations:
+        attach(param, annotation)
     for name, value in recipe.attributes.items():
         setattr(recipe.plain, name, value)
-    optimizer: Any = make(recipe.plain, recipe.registry, **recipe.options)
-    optimizer.load_state_dict(recipe.state)
-    return optimizer  # type: ignore[no-any-return]
+    optimizer = make(recipe.plain, recipe.registry, **recipe.options)
+    cast(Any, optimizer).load_state_dict(recipe.state)
+    return optimizer
 
 
 class PicklableOptimizer:

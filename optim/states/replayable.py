@@ -13,6 +13,7 @@ from torch import Tensor
 from ...amp.casting import copy_each_
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
+from ..step.wrapped_optimizer import params_of
 from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an update."""
+    """The inputs of an update. ``groups`` has each param group with its options at the time of the update."""
 
     update: Callable[[], object]
     params: dict[Tensor, _Values]
-    groups: list[State]
+    groups: list[tuple[State, State]]
 
 
 class UpdateRecorder(ParamTransform):
@@ -146,11 +147,10 @@ class UpdateRecorder(ParamTransform):
 
     def _now(self, update: Callable[[], object]) -> _Inputs:
         params = {}
-        stepped = (param for group in self.optimizer.param_groups for param in group["params"])
-        for param in (param for param in stepped if param.requires_grad or param.grad is not None):
+        for param in (param for param in params_of(self.optimizer) if param.requires_grad or param.grad is not None):
             gradient = None if param.grad is None else param.grad.clone()
             params[param] = _Values(param.detach().clone(), gradient, _copied(self.optimizer.state.get(param, {})))
-        return _Inputs(update, params, _options(self.optimizer))
+        return _Inputs(update, params, [(group, _options(group)) for group in self.optimizer.param_groups])
 
     @torch.no_grad()
     def replay(self) -> list[str]:
@@ -183,7 +183,7 @@ class UpdateRecorder(ParamTransform):
         for param, kept in inputs.params.items():
             gradient = None if kept.gradient is None else kept.gradient.clone()
             self._set(param, gradient, _copied(kept.state) if kept.state else None)
-        for group, options in zip(self.optimizer.param_groups, inputs.groups, strict=True):
+        for group, options in inputs.groups:
             group.update(_copied(options))
 
     def _set(self, param: Tensor, gradient: Tensor | None, state: State | None) -> None:
@@ -197,11 +197,8 @@ def _copied(state: State) -> State:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[State]:
-    return [
-        _copied({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        for group in optimizer.param_groups
-    ]
+def _options(group: State) -> State:
+    return _copied({key: value for key, value in group.items() if key not in ("params", "param_names")})
 
 
 def _differing(param: Tensor, value: Tensor, state: State, before: State) -> list[str]:

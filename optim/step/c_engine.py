@@ -91,6 +91,7 @@ def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
+Group = Mapping[str, Any]
 Remainders = Mapping[Tensor, Tensor]
 """A dict from bfloat16 weights to int16 remainders. `join_master` computes the float32 master weight from both."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
@@ -137,10 +138,9 @@ class PointerTable:
         their parameter's, are copied.
         """
         rows = list(grads)
-        if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
-            rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
         addresses = array("Q", map(Tensor.data_ptr, rows))
-        if 0 in addresses:  # empty tensors, or lazy zeros without memory
+        in_order = self._all_contiguous and all(map(Tensor.is_contiguous, rows)) and not any(map(Tensor.is_neg, rows))
+        if not in_order or 0 in addresses:  # 0: empty tensors, or lazy zeros without memory
             rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
             addresses = array("Q", map(Tensor.data_ptr, rows))
         halves = self._writable(copies)
@@ -254,28 +254,31 @@ class ParamRows:
 
 def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
-) -> list[ParamRows | None]:
-    """Return, for each param group, its cached rows for kernels on ``device``; None if they can't be reused."""
+) -> list[tuple[Group, ParamRows | None]]:
+    """Return each param group with its cached rows for kernels on ``device``; None if the rows can't be reused."""
     spec, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
-    found = list[ParamRows | None]()
+    found = list[tuple[Group, ParamRows | None]]()
     for index, group in enumerate(optimizer.param_groups):
         rows, names = of_groups.get((index, device)), states_in(group, spec)
         still = rows is not None and rows.is_valid_for(group["params"], optimizer.state, names, remainders)
-        found.append(rows if still else None)
+        found.append((group, rows if still else None))
     return found
 
 
 def step_rows(
-    loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
+    loops: Native,
+    optimizer: Optimizer,
+    calls: Sequence[tuple[Group, Sequence[KernelCall]]],
+    request: UpdateRequest,
 ) -> None:
-    """Call the compiled loops with ``calls`` (one list per param group), and record which half-precision copies they wrote.
+    """Call the compiled loops with the calls of each param group, and record which half-precision copies they wrote.
 
     ``request.skip`` and ``request.factor`` must be on the CPU.
     """
     spec, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
     times = 1.0 if request.factor is None else number(request.factor)
-    hypers = [numbers_in(group, spec) for group in optimizer.param_groups]
-    for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
+    # All numbers are read before the first update, because a wrong one raises an error.
+    for group, of_group, hyper in [(group, of_group, numbers_in(group, spec)) for group, of_group in calls]:
         signed = -times if group["maximize"] else times
         for call in of_group:
             update_by_loops(
@@ -313,9 +316,7 @@ def number(value: float | Tensor) -> float:
 
     Host synchronization: one if ``value`` is a tensor on a device.
     """
-    if not isinstance(value, Tensor):
-        return float(value)
-    if not (is_number(value) and value.is_cpu):
+    if not isinstance(value, Tensor) or not _is_cpu_number(value):
         return float(value)
     types = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
     return float(types[value.dtype].from_address(value.data_ptr()).value)
@@ -337,14 +338,10 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
     ``numbers`` are 0-dim tensors that the loops must read, such as the skip flag; None is ignored. The loops can read
     plain float32 and float64 tensors on the CPU.
     """
-
-    def is_read(value: Tensor) -> bool:
-        return is_number(value) and value.is_cpu
-
-    if not all(value is None or is_read(value) for value in numbers):
+    if not all(value is None or _is_cpu_number(value) for value in numbers):
         return None
     loops = chosen.native
-    return loops if loops is not None and is_supported(optimizer, is_read) else None
+    return loops if loops is not None and is_supported(optimizer, _is_cpu_number) else None
 
 
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
@@ -354,9 +351,7 @@ def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> boo
     without a replaced `step`. ``is_read(tensor)``, which says whether the kernels can read a 0-dim tensor, must be True
     for every hyper-parameter that is a tensor, such as ``lr``.
     """
-    if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
-        return False
-    if has_step_hooks(optimizer):
+    if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer) or has_step_hooks(optimizer):
         return False
     groups = optimizer.param_groups
     numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
@@ -366,6 +361,10 @@ def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> boo
 def is_number(value: Tensor) -> bool:
     """Return True if kernels can read the tensor from its memory: a plain float32 or float64 tensor that is not lazy."""
     return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
+
+
+def _is_cpu_number(value: Tensor) -> bool:
+    return is_number(value) and value.is_cpu
 
 
 # Stepping by the loops ------------------------------------------------------------------------------------------------
@@ -380,8 +379,8 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
     loops = loops_for(optimizer, request.skip, request.factor)
     if loops is None or any(rows.unsupported for rows in cache.values()):
         return False
-    calls = list[list[KernelCall]]()
-    for rows in find_valid_rows(optimizer, request.skip.device, {}, cache):
+    calls = list[tuple[Group, list[KernelCall]]]()
+    for group, rows in find_valid_rows(optimizer, request.skip.device, {}, cache):
         if rows is None:
             return False
         of_group = rows.calls(request.low_precision_out)
@@ -389,7 +388,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
             of_group, left = split_supported(rows, request.low_precision_out)
             if left:
                 return False
-        calls.append(of_group)
+        calls.append((group, of_group))
     step_rows(loops, optimizer, calls, request)
     return True
 
@@ -402,31 +401,32 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
     (`by_bucket.holding`). There is one returned list per param group.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
-    taken = [split_supported(rows, request.low_precision_out) for rows in groups]
-    step_rows(loops, optimizer, [calls for calls, _ in taken], request)
-    rows = [param for of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
+    taken = [(group, *split_supported(rows, request.low_precision_out)) for group, rows in groups]
+    step_rows(loops, optimizer, [(group, calls) for group, calls, _ in taken], request)
+    rows = [param for _, of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
     if split := [param for param in rows if param.grad is not None and param in request.remainders]:
         torch.autograd.graph.increment_version(split)
-    return [left for _, left in taken]
+    return [left for *_, left in taken]
 
 
-def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
-    """Return the rows of each param group for kernels on ``device``: cached rows if they can be reused, else new rows.
+def rows_of(
+    optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
+) -> list[tuple[Group, ParamRows]]:
+    """Return each param group with its rows for kernels on ``device``: cached rows if they can be reused, else new rows.
 
     New rows are stored in ``cache``, unless param groups hold only a bucket of the parameters (`by_bucket.holding`).
     For new rows, missing states of supported parameters with a gradient or some state are created: the step count is 0,
     and other states are filled with `first_value`.
     """
-    spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
-    before = find_valid_rows(optimizer, device, remainders, cache)
-    for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+    spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[tuple[Group, ParamRows]]()
+    for index, (group, rows) in enumerate(find_valid_rows(optimizer, device, remainders, cache)):
         if rows is None:
             names = states_in(group, spec)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
             if not by_bucket.holders:  # the parameters of a bucket are temporary, so their rows are not cached
                 cache[index, device] = rows.keep()
-        found.append(rows)
+        found.append((group, rows))
     return found
 
 
@@ -496,28 +496,23 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
 
     There is one call per gradient dtype. Parameters without a gradient are neither in a call nor in the second list.
     """
-    table, grads = rows.table, [param.grad for param in rows.table.params]
+    table, unsupported = rows.table, list[Tensor]()
+    grads = [param.grad for param in table.params]
     there = [grad for grad in grads if grad is not None]
-    dtypes = dict.fromkeys(grad.dtype for grad in there)
-    if {*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and {grad.layout for grad in there} <= STRIDED:
-        read, unsupported = [grad is not None for grad in grads], list[Tensor]()
-    else:
-        read = [
-            grad is not None and type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED
-            for grad in grads
-        ]
-        unsupported = [
-            param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None
-        ]
+    are_plain = {*map(type, there)} <= PLAIN and {grad.layout for grad in there} <= STRIDED
+    if not are_plain or not {grad.dtype for grad in there} <= GRADIENTS:
+        unsupported = [param for param in table.params if param.grad is not None and not _is_supported(param.grad)]
+        grads = [grad if grad is not None and _is_supported(grad) else None for grad in grads]
     calls = list[KernelCall]()
-    for dtype in dtypes:
-        chosen = read
-        if len(dtypes) > 1:
-            chosen = [here and grad is not None and grad.dtype == dtype for here, grad in zip(read, grads, strict=True)]
-        if any(chosen):
-            of_dtype = table if all(chosen) else _only(table, chosen)
-            calls.append(of_dtype.call([grad for grad in compress(grads, chosen) if grad is not None], copies))
+    for dtype in dict.fromkeys(grad.dtype for grad in grads if grad is not None):
+        has_dtype = [grad is not None and grad.dtype == dtype for grad in grads]
+        of_dtype = table if all(has_dtype) else _only(table, has_dtype)
+        calls.append(of_dtype.call([grad for grad in grads if grad is not None and grad.dtype == dtype], copies))
     return calls, [param for param in rows.unsupported if param.grad is not None] + unsupported
+
+
+def _is_supported(grad: Tensor) -> bool:
+    return type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED
 
 
 def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:

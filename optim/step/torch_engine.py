@@ -25,7 +25,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.in_place import scale_gradients, widen_gradients
 from ..kernels.memory import Signature, is_lazy, is_non_overlapping_and_dense, match_memory_format, match_memory_format_
 from .c_engine import first_value
-from .wrapped_optimizer import asks_other_ranks, own_calls, parts_of
+from .wrapped_optimizer import asks_other_ranks, own_calls, params_of, parts_of
 
 # Updates that a CUDA graph captures -----------------------------------------------------------------------------------
 
@@ -55,12 +55,12 @@ def check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
 
     Each replay of a CUDA graph that captures the step would create this state again.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    with_state = [bool(optimizer.state.get(param)) for param in params]
-    if not any(with_state):
+    params = params_of(optimizer)
+    without = [param for param in params if not optimizer.state.get(param)]
+    if len(without) == len(params):
         return  # the optimizer has no state at all
-    for param, has_state in zip(params, with_state, strict=True):
-        if param.grad is not None and not has_state:
+    for param in without:
+        if param.grad is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has its first gradient in a step that is captured in a CUDA "
                 "graph, and each replay would create the optimizer state again: before the capture, make a step in which "
@@ -102,10 +102,7 @@ class FusedStepCountMode(TorchDispatchMode):
         return tensors[0].dtype == self._found_inf.dtype and all(id(tensor) in counts for tensor in tensors)
 
     def _was_counted(self, tensors: Sequence[Tensor]) -> bool:
-        return any(
-            len(before) == len(tensors) and all(a is b for a, b in zip(before, tensors, strict=True))
-            for before in self._counted
-        )
+        return any(len(before) == len(tensors) and all(map(is_, before, tensors)) for before in self._counted)
 
 
 @contextmanager
@@ -158,7 +155,7 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
     Strides are not checked again while the states are the same tensors, and types, dtypes, shapes and strides of
     parameters (and for gradients: of all gradients) are unchanged.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if by_bucket.holders:  # param groups hold some of the parameters or temporary copies, so nothing is recorded
         lay_out_states(optimizer)
         lay_out_gradients(params)
@@ -190,7 +187,7 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
     for part in parts_of(optimizer):
         if asks_other_ranks(part) or not part.state:
             continue
-        for param in (param for group in part.param_groups for param in group["params"] if param in part.state):
+        for param in (param for param in params_of(part) if param in part.state):
             contiguous = param.is_contiguous() and param.numel() > 0
             for value in part.state[param].values():
                 if not isinstance(value, Tensor) or (contiguous and value.is_contiguous() and not value.is_neg()):
@@ -221,7 +218,7 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
-    params = [param for group in groups for param in group["params"]] if is_fused else []
+    params = params_of(optimizer) if is_fused else []
     other = [param for param in params if not (param.is_contiguous() and param.numel())]  # few or none
     gaps = [param for param in other if param.grad is not None and not _has_usual_strides(param)]
     if not gaps:
@@ -291,10 +288,6 @@ def _counting(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> AbstractCo
     return (
         FusedStepCountMode(optimizer, found_inf) if found_inf.is_cuda else _counts_kept_on_error(optimizer, found_inf)
     )
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:

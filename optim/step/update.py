@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -33,13 +33,12 @@ from .torch_engine import (
     dense_stand_ins,
     is_miscomputed,
     lay_out_all,
-    params_of,
     step_correctly,
     update_by_torch,
     without_momentum,
 )
 from .update_request import HostDecision, Update, UpdateRequest
-from .wrapped_optimizer import asks_other_ranks, has_step_hooks, parts_of
+from .wrapped_optimizer import asks_other_ranks, has_step_hooks, params_of, parts_of
 
 if TYPE_CHECKING:
     from ..kernels.triton import Triton
@@ -147,12 +146,13 @@ class UpdateEngine:
         if request.on_host is None:
             self._step_split(optimizer, request)
             return
-        groups = enumerate(optimizer.param_groups)
-        places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
-        sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
+        sides = sorted({param.is_cpu for param in params_of(optimizer)})
         if len(sides) == 2 and steps_in_parts(optimizer):
-            for on_cpu, of_side in sorted(sides.items()):  # GPU first: its kernels run while the host steps on the CPU
-                with hold_only(optimizer, of_side):
+            for on_cpu in sides:  # GPU first: its kernels run while the host steps on the CPU
+                side = [
+                    [param for param in group["params"] if param.is_cpu == on_cpu] for group in optimizer.param_groups
+                ]
+                with holding(optimizer, side):
                     self._step_split(optimizer, _on_cpu(request) if on_cpu else request)
         else:
             self._step_split(optimizer, _on_cpu(request) if True in sides else request)
@@ -245,13 +245,11 @@ def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]
     groups = optimizer.param_groups
     if asks_other_ranks(optimizer) or not any(group.get("fused") for group in groups):
         return [None]
-    has_start = any(group.get("momentum") and group.get("dampening") for group in groups)
-    if not has_start and len({param.dtype for group in groups for param in group["params"]}) <= 1:
+    if not any(map(_has_dampening, groups)) and len({param.dtype for param in params_of(optimizer)}) <= 1:
         return [None]
     kinds: dict[int, tuple[bool, ...]] = {}
     for group in groups:
-        starts = group.get("momentum") and group.get("dampening")
-        late = {id(param) for param in without_momentum(optimizer, group)} if starts else ()
+        late = {id(param) for param in without_momentum(optimizer, group)} if _has_dampening(group) else ()
         for param in group["params"]:
             if param.grad is not None:
                 is_wide = param.dtype == torch.float64
@@ -262,6 +260,10 @@ def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]
     return [
         [[param for param in group["params"] if kinds.get(id(param)) == kind] for group in groups] for kind in found
     ]
+
+
+def _has_dampening(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("momentum") and group.get("dampening"))
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
@@ -296,9 +298,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if is_miscomputed(optimizer, params_of(optimizer)):
         return False
-    return not any(
-        group.get("momentum") and group.get("dampening") and without_momentum(optimizer, group) for group in groups
-    )
+    return not any(_has_dampening(group) and without_momentum(optimizer, group) for group in groups)
 
 
 def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -330,21 +330,10 @@ def check_steps_on_gpu(optimizer: torch.optim.Optimizer) -> None:
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer may step its parameters in several calls, with the same result as in one call."""
-    hooks = any(map(has_step_hooks, parts_of(optimizer)))
-    late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    whole = any(map(asks_other_ranks, parts_of(optimizer)))
-    return steps_on_device(optimizer) and not hooks and not late and not whole
-
-
-def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-    """Return a context manager in which param groups hold only the parameters at ``places``.
-
-    ``places`` has pairs (index of the param group, position in the group).
-    """
-    bucket: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-    for index, at in places:
-        bucket[index].append(optimizer.param_groups[index]["params"][at])
-    return holding(optimizer, bucket)
+    has_hooks = any(map(has_step_hooks, parts_of(optimizer)))
+    has_dampening = any(map(_has_dampening, optimizer.param_groups))
+    is_whole = any(map(asks_other_ranks, parts_of(optimizer)))
+    return steps_on_device(optimizer) and not has_hooks and not has_dampening and not is_whole
 
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
@@ -390,8 +379,8 @@ def step_by_triton(
     spec, copies, left = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
     parts, alive, halves = list[KernelLaunch](), list[Tensor](), list[Tensor]()
     device = request.skip.device
-    for group, rows in zip(optimizer.param_groups, rows_of(optimizer, device, {}, cache), strict=True):
-        rate = _rate_on(device, group)
+    for group, rows in rows_of(optimizer, device, {}, cache):
+        rate = group["lr"] if isinstance(group["lr"], Tensor) and group["lr"].device == device else None
         hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, spec)
         calls, leftover = split_supported(rows, copies)
         for call in calls:
@@ -404,8 +393,3 @@ def step_by_triton(
         copies.written += halves
         torch.autograd.graph.increment_version(halves)
     return left
-
-
-def _rate_on(device: torch.device, group: Mapping[str, Any]) -> Tensor | None:
-    rate = group["lr"]
-    return rate if isinstance(rate, Tensor) and rate.device == device else None

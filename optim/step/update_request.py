@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ...amp.by_bucket import Bucket, split_groups, step_by_bucket
+from ...amp.by_bucket import split_groups, step_by_bucket
 from ...amp.casting import copy_each_, flat_offsets, is_half
 from ...amp.master_weights import is_half_kept, join_master, split_master
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
 from ..kernels.memory import is_non_overlapping_and_dense
+from .wrapped_optimizer import params_of
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,18 @@ class SplitWeights:
             for group in optimizer.param_groups
         )
         buckets = split_groups(stepped, self.remainders.__contains__, BUCKET_NUMEL, by_device=True)
-        step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
+        step_by_bucket(optimizer, buckets, lambda _: self._step_bucket(optimizer, update))
 
-    def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:
-        weights = [param for params in bucket for param in params if param in self.remainders]
+    def _step_bucket(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+        """Step the tensors that the param groups hold now."""
+        weights = [param for param in params_of(optimizer) if param in self.remainders]
         if not weights:  # the bucket has only other tensors
             update()
             return
-        together, masters = self._joined(weights)
-        master_of = dict(zip(weights, masters, strict=True))
-        for group, params in zip(optimizer.param_groups, bucket, strict=True):
-            group["params"] = [master_of.get(param, param) for param in params]
+        joined = self._joined(weights)
+        master_of = {weight: nn.Parameter(view) for weight, view in _views(joined, weights).items()}
+        for group in optimizer.param_groups:
+            group["params"] = [master_of.get(param, param) for param in group["params"]]
         try:
             for weight, master in master_of.items():
                 _lend(optimizer, weight, master)
@@ -139,40 +141,38 @@ class SplitWeights:
                 master.grad = None
                 if state := optimizer.state.pop(master, None):
                     optimizer.state[weight] = state
-        self._split_back(weights, together)
+        halves, remainders = split_master(joined)
+        copy_each_([weight.detach() for weight in weights], list(_views(halves, weights).values()))
+        copy_each_([self.remainders[weight] for weight in weights], list(_views(remainders, weights).values()))
 
-    def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return a buffer with the weights' float32 masters (flat unless there is one weight), and one view per master."""
-        remainders = [self.remainders[weight] for weight in weights]
+    def _joined(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return a buffer with the weights' float32 masters. `_views` returns the view of each weight."""
+        halves, remainders = [weight.detach() for weight in weights], [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
-            flat = join_master(weights[0].detach(), remainders[0])
-            return flat, [nn.Parameter(flat)]
-        flats = []
-        for tensors in ([weight.detach() for weight in weights], remainders):
-            flats.append(torch.empty(flat_offsets(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device))
-            copy_each_(_views(flats[-1], weights), tensors)
-        flat = join_master(*flats)
-        return flat, [nn.Parameter(view) for view in _views(flat, weights)]
-
-    def _split_back(self, weights: Sequence[Tensor], together: Tensor) -> None:
-        remainders = [self.remainders[weight] for weight in weights]
-        for flat, tensors in zip(
-            split_master(together), ([weight.detach() for weight in weights], remainders), strict=True
-        ):
-            copy_each_(tensors, [flat] if len(weights) == 1 else _views(flat, weights))
+            return join_master(halves[0], remainders[0])
+        return join_master(_flat_copy(halves, weights), _flat_copy(remainders, weights))
 
 
-def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return one view of ``flat`` per weight: with the weight's strides if the weight is dense, else contiguous.
+def _flat_copy(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    flat = torch.empty(flat_offsets(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+    copy_each_(list(_views(flat, weights).values()), tensors)
+    return flat
 
+
+def _views(buffer: Tensor, weights: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the view of ``buffer`` that belongs to each weight; for a single weight, ``buffer`` itself.
+
+    With several weights ``buffer`` is flat. A view has its weight's strides if the weight is dense, else it is contiguous.
     Kernels that step a master with its gradient and states rely on equal strides.
     """
-    return [
-        flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride(), start)
-        if is_non_overlapping_and_dense(weight)
-        else flat[start : start + weight.numel()].view(weight.shape)
-        for start, weight in zip(flat_offsets(weights)[:-1], weights, strict=True)
-    ]
+    if len(weights) == 1:
+        return {weights[0]: buffer}
+    views = dict[Tensor, Tensor]()
+    for start, weight in zip(flat_offsets(weights)[:-1], weights, strict=True):
+        part = buffer[start : start + weight.numel()]
+        is_dense = is_non_overlapping_and_dense(weight)
+        views[weight] = part.as_strided(weight.shape, weight.stride(), start) if is_dense else part.view(weight.shape)
+    return views
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:

@@ -41,7 +41,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._parts: list[torch.optim.Optimizer] = []
         super().__init__([{"params": []}], {})
         self._parts = list(parts)
-        self._given = [(part.param_groups, part.state) for part in parts]
+        self._given = [(part, part.param_groups, part.state) for part in parts]
         self.param_groups = [group for part in parts for group in part.param_groups]
         self.state = defaultdict(dict)
         for index, part in enumerate(parts):
@@ -66,7 +66,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
         No effect after `keep`, in a second call, or in a copy.
         """
-        for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
+        for part, groups, state in self._given:  # empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
                 del group[OPTIMIZER_INDEX]
@@ -193,7 +193,7 @@ def _check(parts: Sequence[object]) -> None:
             or isinstance(part, CombinedOptimizer)
         ):
             raise TypeError(f"optimizer {index} of the list is a {type(part).__name__}: give plain torch optimizers")
-        for param in (param for group in part.param_groups for param in group["params"]):
+        for param in params_of(part):
             if (other := seen.setdefault(id(param), index)) != index:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in optimizers {other} and {index} of the list, which "
@@ -203,6 +203,10 @@ def _check(parts: Sequence[object]) -> None:
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @contextmanager
@@ -255,6 +259,7 @@ def asks_other_ranks(optimizer: object) -> bool:
 
 FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
 """Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name."""
+_FORWARDED = "_meshstep_forwarded"  # name of an attribute that marks the functions that replace these methods
 
 
 class _OwnCalls(threading.local):
@@ -336,7 +341,7 @@ def _forwarded(
             )
         return getattr(owner, name)(*args, **kwargs)
 
-    call._meshstep_forwarded = True  # type: ignore[attr-defined]
+    vars(call)[_FORWARDED] = True
     return call
 
 
@@ -373,7 +378,7 @@ def record_remains(
     """
     own = {id(param) for param in given}
     for part in parts_of(optimizer):
-        replaced = any(id(tensor) not in own for group in part.param_groups for tensor in group["params"])
+        replaced = any(id(tensor) not in own for tensor in params_of(part))
         earlier: Remains | None = vars(part).get(_REMAINS)
         known = {id(param): (name, param) for name, param in (*(earlier.left_out if earlier else ()), *left_out)}
         vars(part)[_REMAINS] = Remains(replaced, [pair for key, pair in known.items() if key not in own])
@@ -413,7 +418,7 @@ def _step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
     for name in FORWARDED:
-        if hasattr(vars(optimizer).get(name), "_meshstep_forwarded"):
+        if hasattr(vars(optimizer).get(name), _FORWARDED):
             del vars(optimizer)[name]
 
 

@@ -34,7 +34,8 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
-from ..states.chain import named_params_of, params_of
+from ..states.chain import named_params_of
+from ..step.wrapped_optimizer import params_of
 from . import batching
 from .exchange import Homes, Matrix
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
@@ -230,7 +231,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             bound[id(row.tensor)] = name, row
         for part in parts:
             part.fixed_order = fixed_order
-            part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
+            part.bind([bound[id(tensor)] for tensor in params_of(part)], registry)
 
     def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:
         """Bind the optimizer to shards, so that it computes the updates of full tensors together with other ranks.
@@ -270,7 +271,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, param in zip(saved, params_of(self.param_groups), strict=True):
+        for index, param in zip(saved, params_of(self), strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and self.is_whole_state(key):
                     self.state[param][key] = value.to(param.device, copy=True)
@@ -679,7 +680,7 @@ class HomeOptimizer(WholeOptimizer):
         """Return (tensor name, matrix number) of each matrix whose state is in this rank's ``state``."""
         return {
             (tensor.name, number)
-            for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
+            for tensor, param in zip(tensors.tensors, params_of(self), strict=True)
             for number in map(_number, self.state.get(param, {}))
             if number is not None
         }
@@ -698,7 +699,7 @@ class HomeOptimizer(WholeOptimizer):
 
     def keeps(self, param: Tensor, key: str) -> bool:
         _ = self.tensors  # binds the optimizer, which sets `_own`
-        position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
+        position = next(index for index, other in enumerate(params_of(self)) if other is param)
         return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
 
     # The step -------------------------------------------------------------------------------------------------------

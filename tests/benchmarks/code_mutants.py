@@ -385,8 +385,8 @@ LISTED: list[Fault] = [
     ),
     Fault(
         "optim/step/step_agreement.py",
-        "return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])",
-        "return -1 if key in NOT_COMPARED else _number_of(value, self._salts[at])",
+        "return 0 if key in NOT_COMPARED else _number_of(value, self._salts[key])",
+        "return -1 if key in NOT_COMPARED else _number_of(value, self._salts[key])",
     ),
     Fault("optim/clip/rules.py", "norms.units.clamp(min=1e-6)", "norms.units.clamp(min=-0.999999)"),
     Fault(
@@ -531,11 +531,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(next(names, None))",
     ): "each parameter has a name or a number",
     (
-        "optim/step/c_engine.py",
-        "not here and param.grad is not None",
-        "(not here)",
-    ): "torch steps no parameter without a gradient",
-    (
         "parallel/mesh/call_tracker.py",
         "threading.main_thread().ident or 0",
         "(threading.main_thread().ident)",
@@ -550,11 +545,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "factor is not None and torch.float64 in {param.dtype for param in params}",
         "(factor is not None)",
     ): "gradients are multiplied by the factor in either case, up to a rounding error",
-    (
-        "optim/step/c_engine.py",
-        "{*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and ({grad.layout for grad in there} <= STRIDED)",
-        "False",
-    ): "the other branch computes the same lists, one gradient at a time",
     (
         "optim/step/torch_engine.py",
         "torch.empty_like(param, requires_grad=False, memory_format=order)",

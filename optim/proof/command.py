@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,20 +72,6 @@ def _with_rich(rows: list[tuple[str, ...]]) -> str:
 # Command --------------------------------------------------------------------------------------------------------------
 
 WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result
-
-
-class AuditRun(NamedTuple):
-    """The options of the command that each rank needs.
-
-    ``rules``: run `infer`, else `prove`. ``most`` is the largest number of parameters that `prove` checks; None: all.
-    ``own_dtype``: compute in the model's own dtype, not in float64.
-    """
-
-    build: str
-    topology: str
-    rules: bool
-    most: int | None
-    own_dtype: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,8 +153,7 @@ def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
             f"processes; launch {topology.world_size}, or start without a launcher"
         )
     loaded(options.build)
-    audit = AuditRun(options.build, options.topology, options.infer, options.max_parameters, options.own_dtype)
-    return run_ranks(on_rank, topology.world_size, audit, timeout=options.timeout)
+    return run_ranks(on_rank, topology.world_size, options, timeout=options.timeout)
 
 
 def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
@@ -221,20 +206,20 @@ def _not_imported(script: object, error: Exception) -> ValueError:
     return ValueError(f"{script} can't be imported: {type(error).__name__}: {error}")
 
 
-def on_rank(audit: AuditRun) -> Proof | InferredLayout:
-    """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``."""
-    with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
-        made = loaded(audit.build)(registry)
+def on_rank(options: argparse.Namespace) -> Proof | InferredLayout:
+    """Build the model on this rank, and return the result of `prove`, or of `infer` if ``options.infer``."""
+    with ProcessGroupRegistry(Topology.parse(options.topology)) as registry:
+        made = loaded(options.build)(registry)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
             raise TypeError(
-                f"{audit.build} returned {type(made).__name__}; return (model, loss_fn): an nn.Module, and a function "
+                f"{options.build} returned {type(made).__name__}; return (model, loss_fn): an nn.Module, and a function "
                 "from the model to its loss"
             )
         model, loss_fn = made
-        dtype = None if audit.own_dtype else torch.float64
-        if audit.rules:
+        dtype = None if options.own_dtype else torch.float64
+        if options.infer:
             return infer(model, loss_fn, registry, dtype=dtype)
-        return prove(model, loss_fn, registry, max_parameters=audit.most, dtype=dtype)
+        return prove(model, loss_fn, registry, max_parameters=options.max_parameters, dtype=dtype)
 
 
 def _text(found: Sequence[Proof | InferredLayout]) -> str:

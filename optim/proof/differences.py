@@ -213,13 +213,12 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     Inside the context, the model's tensors in float32, bfloat16 and float16 are float64, and have no gradients at
     first. torch's default dtype is float64. Arguments of torch functions in the lower dtypes are converted to float64,
     except those of in-place functions. So casts to a lower dtype have no effect. If the model has no tensor in the
-    lower dtypes, the context does nothing.
+    lower dtypes, the context does nothing. Call `check_converts` first.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]
     if not tensors:
         yield
         return
-    check_converts(model)
     before = [_SavedTensor(tensor) for tensor in tensors]
     default = torch.get_default_dtype()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ...parallel.mesh.deprecation import renamed_fields, renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
+from ...parallel.mesh.value_checks import is_whole
 from .contracts import (
     GradientContract,
     KnownParameter,
@@ -540,21 +541,20 @@ def examine(
     ``topology`` has the axes of the registry's topology with other roles. Collectives are those of `prove`.
     """
 
-    def check() -> tuple[AbstractContextManager[None], dict[str, str]]:
+    def check() -> tuple[None, dict[str, str]]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
         if not (dtype is None or dtype is torch.float64):
             raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
-        if most is not None and (type(most) is not int or most < 1):
+        if most is not None and not is_whole(most, 1):
             raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
         if dtype is not None:
             check_converts(model)
-        return in_float64(model) if dtype is not None else nullcontext(), described(
-            {"dtype=": dtype, "max_parameters=": most, "seed=": seed}
-        )
+        return None, described({"dtype=": dtype, "max_parameters=": most, "seed=": seed})
 
-    in_dtype, by_rank = on_all_ranks_with(check, registry)
+    _, by_rank = on_all_ranks_with(check, registry)
     check_all_say_the_same(by_rank)
+    in_dtype = nullcontext() if dtype is None else in_float64(model)
     with in_dtype, random_factors(model, registry, seed), constant_norms(model):
         objective = Objective(model, loss_fn, registry, topology)
         try:
@@ -589,11 +589,10 @@ class _Examination:
         everything = self.measured.known
         step = -(-len(everything) // most) if most else 1
         self.known = everything[::step]
-        self.left_out = [known for known in everything if known not in self.known]
-        given = {} if contracts_of is None else contracts_of(self.measured)
+        self.left_out = [known for index, known in enumerate(everything) if index % step]
         self.inferring = contracts_of is not None
         self.derived = dict(ChainMap(*gather_objects(derived_specs(model), registry)))
-        self.contracts = given or self._declared(model)
+        self.contracts = self._declared(model) if contracts_of is None else contracts_of(self.measured)
         self.not_searched = set[str]()  # labels of wrong parameters whose causes were not searched
 
     def _declared(self, model: nn.Module) -> dict[str, GradientContract]:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,22 +64,8 @@ class NoiseScale:
             raise ValueError(f"NoiseScale(decay={self.decay}): give a number >= 0 and < 1")
 
 
-class Estimates(NamedTuple):
-    """Estimates from one step: the signal |G|^2 and the trace S, both 0-dim (formulas at the top of this module)."""
-
-    signal: Tensor
-    trace: Tensor
-
-
-def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Return unbiased estimates of |G|^2 and S. In the module's formulas, ``inverse_small`` is x and ``inverse_big`` y."""
-    difference = inverse_small - inverse_big
-    signal = (inverse_small * big - inverse_big * small) / difference
-    return Estimates(signal, (small - big) / difference)
-
-
 class RunningScale:
-    """Exponential means of `Estimates` over steps. Non-finite estimates, such as after an overflow, are left out.
+    """Exponential means of the estimates over steps. Non-finite estimates, such as after an overflow, are left out.
 
     ``means``, [3] float64, are the means of |G|^2 (the signal), of S (the trace), and of the constant 1. All three
     start at 0; dividing the first two by the third one corrects for that.
@@ -88,9 +74,14 @@ class RunningScale:
     def __init__(self, decay: float, device: torch.device) -> None:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
-    def add(self, found: Estimates) -> Tensor:
-        """Add a step's estimates, and return [S / |G|^2, |G|^2, S] of the means; NaN before the first finite estimate."""
-        new = torch.stack([found.signal, found.trace, torch.ones_like(found.signal)])
+    def add(self, small: Tensor, big: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Add a step's unbiased estimates, and return [S / |G|^2, |G|^2, S] of the means.
+
+        The result is NaN before the first finite estimates. All arguments are 0-dim, named as at the top of this module.
+        """
+        difference = x - y
+        signal = (x * big - y * small) / difference
+        new = torch.stack([signal, (small - big) / difference, torch.ones_like(signal)])
         mixed = self.means * self.decay + new * (1 - self.decay)
         self.means = torch.where(new.isfinite().all(), mixed, self.means)
         signal, trace, weight = self.means.unbind()

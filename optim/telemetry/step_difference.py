@@ -112,14 +112,14 @@ def _axis_of_shape(pair: StepPair, name: str, ratio: float) -> str | None:
 def _weights(pair: StepPair) -> Difference | None:
     accepted, differing, squares = pair.accepted, list[str](), [0.0, 0.0]
     for name in pair.names:
-        if not accepted.is_first:
+        if accepted.last_step is not None:
             gap = pair.step - accepted.last_step
             accepted.slack[name] = accepted.slack.get(name, 0.0) + gap * accepted.last_update.get(name, 0.0)
         found, size = pair.distance(name, WEIGHT)
         eps = EPS.get(coarsest(*(_known(run.layout(name)["dtype"]) for _, run, _ in pair.sides)), 1.0)
         growth = 1 + accepted.tolerances.growth * (pair.step - 1)
         limit = 2 * eps * size * growth + 2 * accepted.slack.get(name, 0.0)
-        if accepted.is_first and pair.step > 1:  # the updates before this step were not recorded
+        if accepted.last_step is None and pair.step > 1:  # the updates before this step were not recorded
             limit += pair.tolerance(name) * size
         if found > limit:
             differing.append(name)
@@ -138,7 +138,7 @@ def _cause_of_weights(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "weight", names)
     if (found := _non_finite(pair, report, WEIGHT)) is not None:
         return found
-    if not pair.accepted.is_first:
+    if pair.accepted.last_step is not None:
         for which, run, _ in pair.sides:
             name = next((name for name in names if run.differing_axes(name, "weight")), None)
             if name is not None:
@@ -423,7 +423,8 @@ def _scales(pair: StepPair, ratio: float, limit: float) -> Iterator[Explanation]
     for which, run, other in pair.sides:
         own, after = run.line["loss_scale"], None if run.following is None else run.following["loss_scale"]
         of_run = ratio if which == "B" else 1 / ratio
-        if own and after and own != after and not pair.accepted.is_first and _is_one_of(of_run, own / after, limit):
+        is_changed = own and after and own != after and pair.accepted.last_step is not None
+        if is_changed and _is_one_of(of_run, own / after, limit):
             text = f"run {which} changed its loss scale from {own:g} to {after:g} in this step, before it removed the scale"
             yield "loss scale", text, None
         if own and own != 1 and _is_one_of(of_run, own, limit):

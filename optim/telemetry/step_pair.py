@@ -95,7 +95,7 @@ class Accepted:
         last_update: By parameter, the accepted distance of the last compared update.
         noise: By parameter, the largest accepted relative distance of its gradient, at most 1.
         equal: False if a hash differed or was not known.
-        last_step: Number of the last compared step; 0 before the first one.
+        last_step: Number of the last compared step; None before the first one.
     """
 
     def __init__(self, tolerances: Tolerances) -> None:
@@ -105,12 +105,7 @@ class Accepted:
         self.noise: dict[str, float] = {}
         self.largest = dict.fromkeys(QUANTITIES, 0.0)
         self.equal = True
-        self.last_step = 0
-        self.is_first = True
-
-    def accept_step(self, step: int) -> None:
-        """Record that the runs differ by rounding only in ``step``, the last compared step."""
-        self.is_first, self.last_step = False, step
+        self.last_step: int | None = None
 
 
 # One step of two runs -------------------------------------------------------------------------------------------------

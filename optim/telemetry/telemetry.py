@@ -28,7 +28,7 @@ from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
+from ...parallel.mesh.value_checks import check_count, check_finite, dict_of, is_whole
 from ..build import check_is_parallel
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
@@ -49,7 +49,6 @@ from .gradient_noise import (
     changes_,
     check_are_local,
     counts,
-    estimates,
     is_local,
     kept,
     squares,
@@ -227,7 +226,7 @@ class SpectralNorms:
 
     def check(self) -> None:
         """Raise ValueError if an option is out of range, and TypeError for a glob that is not a string."""
-        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+        if not is_whole(self.iterations, 1):
             raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
         globs: object = self.globs
         if not isinstance(globs, tuple) or not globs:
@@ -719,7 +718,7 @@ class Telemetry(StepObserver):
         if self.noise.samples is not None:
             counted = torch.full_like(samples, self.noise.samples)
         small = (powers / scaled.square()).mean()
-        return running.add(estimates(small, big, counted.reciprocal().mean(), counted.sum().reciprocal()))
+        return running.add(small, big, counted.reciprocal().mean(), counted.sum().reciprocal())
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -133,7 +133,7 @@ class CsvFile(ReportFile):
         if new := [name for name in cells if name not in self._columns]:
             self._columns += new
             self._widen(self._columns)
-        self._write(_row([_cell(cells, name) for name in self._columns]))
+        self._write(_row([repr(cells[name]) if name in cells else "" for name in self._columns]))
 
     def _step(self, line: str) -> int | None:
         cell = line.partition(",")[0].strip()
@@ -153,10 +153,6 @@ class CsvFile(ReportFile):
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._replace([_row(columns), *(_row([*row, *[""] * (len(columns) - len(row))]) for row in rows)])
-
-
-def _cell(cells: Mapping[str, float], name: str) -> str:
-    return repr(cells[name]) if name in cells else ""
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -558,7 +558,7 @@ def examine(
     with in_dtype, random_factors(model, registry, seed), constant_norms(model):
         objective = Objective(model, loss_fn, registry, topology)
         try:
-            return _Examination(model, objective, registry, most, seed, contracts_of).run()
+            return _Examination(model, objective, most, seed, contracts_of).run()
         finally:
             objective.close()
 
@@ -573,17 +573,16 @@ class _Examination:
         self,
         model: nn.Module,
         objective: Objective,
-        registry: ProcessGroupRegistry,
         most: int | None,
         seed: int,
         contracts_of: Callable[[Measured], dict[str, GradientContract]] | None,
     ) -> None:
-        self.model, self.objective, self.registry, self.seed = model, objective, registry, seed
-        self.topology = objective.topology
+        self.model, self.objective, self.seed = model, objective, seed
+        self.topology, self.registry = objective.topology, objective.registry
         self.digits = Digits.of(_lowest_dtype(model))
         with recorded_forward(model) as self.hashes:
             self.base = objective.differentiate()
-        self.measured = Measured.of_model(model, registry, self.topology)
+        self.measured = Measured.of_model(model, self.registry, self.topology)
         self.differences = Differences(objective, self.measured, self.base, self.digits)
         self.explainer = Explainer(self.differences)
         everything = self.measured.known
@@ -591,7 +590,7 @@ class _Examination:
         self.known = everything[::step]
         self.left_out = [known for index, known in enumerate(everything) if index % step]
         self.inferring = contracts_of is not None
-        self.derived = dict(ChainMap(*gather_objects(derived_specs(model), registry)))
+        self.derived = dict(ChainMap(*gather_objects(derived_specs(model), self.registry)))
         self.contracts = self._declared(model) if contracts_of is None else contracts_of(self.measured)
         self.not_searched = set[str]()  # labels of wrong parameters whose causes were not searched
 

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .recorder import VERSION
+from .recorder import QUANTITIES, VERSION
 from .tensor_digest import BUCKETS
 
 
@@ -54,12 +54,9 @@ class RecordedStep:
         return tuple(self.line["parameters"])
 
     @cached_property
-    def _figures(self) -> dict[str, tuple[Figures, ...]]:
+    def figures(self) -> dict[str, dict[str, Figures]]:
+        """Return {parameter name: {"weight", "gradient" or "update": its figures}}."""
         return {name: _decode(entry) for name, entry in self.line["parameters"].items()}
-
-    def figures(self, name: str) -> tuple[Figures, ...]:
-        """Return the figures of weight, gradient and update of a parameter."""
-        return self._figures[name]
 
     def layout(self, name: str) -> Mapping[str, Any]:
         """Return the recorded description of a parameter: shape, dtypes, param group and layout."""
@@ -92,18 +89,20 @@ class RecordedStep:
     @property
     def global_norm(self) -> float:
         """Return the global gradient norm, from the norms of all parameters."""
-        return sqrt(sum(self.figures(name)[1].norm ** 2 for name in self.names))
+        return sqrt(sum(figures["gradient"].norm ** 2 for figures in self.figures.values()))
 
 
-def _decode(entry: Sequence[Any]) -> tuple[Figures, ...]:
-    """Return the figures of weight, gradient and update from a parameter's list in the file."""
+def _decode(entry: Sequence[Any]) -> dict[str, Figures]:
+    """Return the figures of each quantity from a parameter's list in the file."""
     *values, text = entry
     flat: list[float] = []
     if text is not None:
         raw = base64.b64decode(text)
         flat = array("f" if len(raw) == 4 * 3 * BUCKETS else "d", raw).tolist()
-    sketches = [tuple(flat[at * BUCKETS : (at + 1) * BUCKETS]) for at in range(3)]
-    return tuple(Figures(float(values[at]), values[3 + at], sketches[at]) for at in range(3))
+    return {
+        quantity: Figures(float(values[at]), values[3 + at], tuple(flat[at * BUCKETS : (at + 1) * BUCKETS]))
+        for at, quantity in enumerate(QUANTITIES)
+    }
 
 
 def read_recording(path: str | PathLike[str]) -> dict[int, RecordedStep]:

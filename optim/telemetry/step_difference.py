@@ -22,10 +22,9 @@ from math import hypot, inf, isfinite, prod, sqrt
 from typing import Any
 
 from ...parallel.mesh.text import some
-from .recorder import QUANTITIES
 from .recording import Figures, RecordedStep
 from .rounding import EPS, FLOOR, coarsest, dot, multiple
-from .step_pair import GRADIENT, UPDATE, WEIGHT, AxisMatch, Cause, Difference, StepPair
+from .step_pair import AxisMatch, Cause, Difference, StepPair
 
 
 def first_difference(pair: StepPair) -> Difference | None:
@@ -115,7 +114,7 @@ def _weights(pair: StepPair) -> Difference | None:
         if accepted.last_step is not None:
             gap = pair.step - accepted.last_step
             accepted.slack[name] = accepted.slack.get(name, 0.0) + gap * accepted.last_update.get(name, 0.0)
-        found, size = pair.distance(name, WEIGHT)
+        found, size = pair.distance(name, "weight")
         eps = EPS.get(coarsest(*(_known(run.layout(name)["dtype"]) for _, run, _ in pair.sides)), 1.0)
         growth = 1 + accepted.tolerances.growth * (pair.step - 1)
         limit = 2 * eps * size * growth + 2 * accepted.slack.get(name, 0.0)
@@ -124,10 +123,10 @@ def _weights(pair: StepPair) -> Difference | None:
         if found > limit:
             differing.append(name)
         elif isfinite(found):
-            pair.accept(name, WEIGHT, found / size if size else 0.0)
+            pair.accept(name, "weight", found / size if size else 0.0)
             squares = [squares[0] + found**2, squares[1] + size**2]
     pair.drift = sqrt(squares[0] / squares[1]) if squares[1] else 0.0
-    return _cause_of_weights(pair, pair.by_distance(differing, WEIGHT)) if differing else None
+    return _cause_of_weights(pair, pair.by_distance(differing, "weight")) if differing else None
 
 
 def _known(dtype: str) -> str:
@@ -136,7 +135,7 @@ def _known(dtype: str) -> str:
 
 def _cause_of_weights(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "weight", names)
-    if (found := _non_finite(pair, report, WEIGHT)) is not None:
+    if (found := _non_finite(report)) is not None:
         return found
     if pair.accepted.last_step is not None:
         for which, run, _ in pair.sides:
@@ -150,12 +149,12 @@ def _cause_of_weights(pair: StepPair, names: list[str]) -> Difference:
             "broadcast), or the difference arose in a step that was not recorded"
         )
         return report("written weights", text)
-    return _permuted(pair, names, WEIGHT) or _initial_scale(pair, report) or _seed(pair, report)
+    return _permuted(report) or _initial_scale(pair, report) or _seed(pair, report)
 
 
 def _initial_scale(pair: StepPair, report: _Report) -> Difference | None:
     for name in report.names:
-        ratio = pair.multiple(name, WEIGHT)
+        ratio = pair.multiple(name, "weight")
         if ratio is not None:
             match = pair.axis_of_ratio(ratio, report.names) if ratio > 0 else None
             text = f"before the first recorded step, the weight in B is {_shown(ratio)} times that of A"
@@ -164,7 +163,7 @@ def _initial_scale(pair: StepPair, report: _Report) -> Difference | None:
     # If the runs drew other random numbers, and the norms differ by the square root of the size of a sharding axis, the
     # standard deviation was computed from a shard's shape.
     for name in report.names:
-        a, b = (figures.norm for figures in pair.both(name, WEIGHT))
+        a, b = (figures.norm for figures in pair.both(name, "weight"))
         spread = 3 / sqrt(pair.numel(name)) + 0.02
         is_scaled = a and b and abs(b / a - 1) > spread
         match = pair.axis_of_ratio(b / a, report.names, spread, ("sqrt t", "1/sqrt t")) if is_scaled else None
@@ -188,10 +187,10 @@ def _seed(pair: StepPair, report: _Report) -> Difference:
     return report("seed", f"{text}: another seed, or another order of drawing", axis=axis)
 
 
-def _non_finite(pair: StepPair, report: _Report, quantity: int) -> Difference | None:
+def _non_finite(report: _Report) -> Difference | None:
     """Return the difference if a tensor has NaN or infinite elements in one run only."""
     for name in report.names:
-        a, b = pair.both(name, quantity)
+        a, b = report.pair.both(name, report.quantity)
         if a.is_finite != b.is_finite:
             run = "A" if b.is_finite else "B"
             text = f"only in run {run}, the {report.quantity} has elements that are NaN or infinite"
@@ -199,16 +198,16 @@ def _non_finite(pair: StepPair, report: _Report, quantity: int) -> Difference | 
     return None
 
 
-def _permuted(pair: StepPair, names: Sequence[str], quantity: int) -> Difference | None:
+def _permuted(report: _Report) -> Difference | None:
     """Return the difference if a tensor has the same norm in both runs, but other elements."""
-    for name in names:
+    pair, quantity = report.pair, report.quantity
+    for name in report.names:
         a, b = pair.both(name, quantity)
-        limit = max(pair.tolerance(name) * (1e-2 if quantity == WEIGHT else 1), 1e-7)
+        limit = max(pair.tolerance(name) * (1e-2 if quantity == "weight" else 1), 1e-7)
         if not a.norm or abs(a.norm - b.norm) > limit * a.norm or pair.relative(name, quantity) <= 10 * limit:
             continue
         if pair.multiple(name, quantity) is None:
             text = "the norm is the same in both runs, but elements differ: shards or blocks are in another order"
-            report = _Report(pair, QUANTITIES[quantity], names)
             return report("order", text, parameter=name, axis=pair.only_sharding_axis(name))
     return None
 
@@ -221,24 +220,24 @@ def _gradients(pair: StepPair) -> Difference | None:
     floor = FLOOR * max(norm if isfinite(norm) else 0.0 for norm in norms)
     differing, fine = list[str](), list[tuple[str, float, float]]()
     for name in pair.names:
-        found, size = pair.distance(name, GRADIENT)
+        found, size = pair.distance(name, "gradient")
         base = max(size, floor)
         if found > (pair.tolerance(name) + 10 * pair.drift) * base:
             differing.append(name)
         elif isfinite(found):
             fine.append((name, found / base if base else 0.0, found / size if size else 0.0))
     if differing:
-        return _cause_of_gradients(pair, pair.by_distance(differing, GRADIENT))
+        return _cause_of_gradients(pair, pair.by_distance(differing, "gradient"))
     noise = pair.accepted.noise
     for name, relative, own in fine:
-        pair.accept(name, GRADIENT, relative)
+        pair.accept(name, "gradient", relative)
         noise[name] = max(noise.get(name, 0.0), min(own, 1.0))
     return None
 
 
 def _cause_of_gradients(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "gradient", names)
-    if (found := _non_finite(pair, report, GRADIENT)) is not None:
+    if (found := _non_finite(report)) is not None:
         return found
     batches = pair.a.line["batch"], pair.b.line["batch"]
     if None not in batches and batches[0] != batches[1]:
@@ -247,9 +246,9 @@ def _cause_of_gradients(pair: StepPair, names: list[str]) -> Difference:
             "or data ranks that read the same or too few samples)"
         )
         return report("batch", text)
-    zero = [name for name in names if 0.0 in (pair.both(name, GRADIENT)[0].norm, pair.both(name, GRADIENT)[1].norm)]
+    zero = [name for name in names if 0.0 in (figures.norm for figures in pair.both(name, "gradient"))]
     if zero:
-        which = "A" if pair.both(zero[0], GRADIENT)[0].norm == 0 else "B"
+        which = "A" if pair.both(zero[0], "gradient")[0].norm == 0 else "B"
         text = (
             f"only in run {which}, the gradient of {some(zero)} is zero or missing: the parameter is frozen, not used, "
             "detached, or not the one that the model computes with"
@@ -266,8 +265,8 @@ def _replicas(pair: StepPair, report: _Report) -> Difference | None:
         if not own:
             continue
         # A parameter shows the cause best if the mean of its replicas' gradients is a multiple of the other run's gradient.
-        name = next((name for name in own if pair.multiple(name, GRADIENT) is not None), own[0])
-        ratio, axes = pair.multiple(name, GRADIENT), run.differing_axes(name, "gradient")
+        name = next((name for name in own if pair.multiple(name, "gradient") is not None), own[0])
+        ratio, axes = pair.multiple(name, "gradient"), run.differing_axes(name, "gradient")
         axis, size = " x ".join(axes), prod(map(run.size, axes))
         if {run.role(one) for one in axes} == {"data"}:
             text = f"in run {which}, the gradient differs between the ranks of axis {axis}: it was not averaged over {axis}"
@@ -306,7 +305,7 @@ def _are_similar(pair: StepPair) -> bool:
     """
     ratios = []
     for name in pair.names:
-        a, b = pair.both(name, GRADIENT)
+        a, b = pair.both(name, "gradient")
         lengths = hypot(*a.sketch) * hypot(*b.sketch)
         if not lengths or dot(a.sketch, b.sketch) < 0.9 * lengths:
             return False
@@ -316,7 +315,7 @@ def _are_similar(pair: StepPair) -> bool:
 
 def _factor(pair: StepPair, report: _Report) -> Difference | None:
     """Return the difference if gradients of B are multiples of the same gradients of A."""
-    factors = {name: found for name in report.names if (found := pair.multiple(name, GRADIENT)) is not None}
+    factors = {name: found for name in report.names if (found := pair.multiple(name, "gradient")) is not None}
     if not factors:
         return None
     # If factors differ, the one nearest to 1 shows the cause: backward may apply a mistake to a gradient several times.
@@ -330,7 +329,7 @@ def _factor(pair: StepPair, report: _Report) -> Difference | None:
 def _other_terms(pair: StepPair, report: _Report, same_batch: bool) -> Difference:
     """Return the difference for gradients that are no multiples of each other."""
     if not pair.is_all(report.names):
-        if (found := _permuted(pair, report.names, GRADIENT)) is not None:
+        if (found := _permuted(report)) is not None:
             return found
         axis = pair.axis_of_shards(report.names, exact=True)
         model_axes = sorted({one for _, run, _ in pair.sides for one in run.axes if run.role(one) == "model"})
@@ -496,7 +495,7 @@ def _norms_used(run: RecordedStep) -> Iterator[float]:
 
 def _axis_of_norm(run: RecordedStep, used: float, true: float, limit: float) -> tuple[str | None, str]:
     """Return the axis that explains why a run clips by the norm ``used`` instead of ``true``, and the explanation."""
-    squares = {name: run.figures(name)[GRADIENT].norm ** 2 for name in run.names}
+    squares = {name: figures["gradient"].norm ** 2 for name, figures in run.figures.items()}
     for axis in run.axes:
         size = run.size(axis)
         copies = sum(value for name, value in squares.items() if axis not in run.layout(name)["distinct"])
@@ -561,28 +560,28 @@ def _updates(pair: StepPair) -> Difference | None:
     is_linear = pair.a.run["optimizer"] == pair.b.run["optimizer"] == ["SGD"]
     differing, fine = list[str](), list[tuple[str, float, float]]()
     for name in pair.names:
-        found, size = pair.distance(name, UPDATE)
+        found, size = pair.distance(name, "update")
         noise = pair.accepted.noise.get(name, 0.0)
         relative = max(pair.tolerance(name), 3 * noise if is_linear else 3 * sqrt(noise)) + 10 * pair.drift
         eps = max(EPS[_known(run.layout(name)["stepped"])] for _, run, _ in pair.sides)
-        if found > relative * size + 2 * eps * pair.distance(name, WEIGHT)[1]:
+        if found > relative * size + 2 * eps * pair.distance(name, "weight")[1]:
             differing.append(name)
         elif isfinite(found):
             fine.append((name, found, size))
     if differing:
-        return _cause_of_updates(pair, pair.by_distance(differing, UPDATE))
+        return _cause_of_updates(pair, pair.by_distance(differing, "update"))
     for name, found, size in fine:
-        pair.accept(name, UPDATE, found / size if size else 0.0)
+        pair.accept(name, "update", found / size if size else 0.0)
         pair.accepted.last_update[name] = found
     return None
 
 
 def _cause_of_updates(pair: StepPair, names: list[str]) -> Difference:
     report = _Report(pair, "update", names)
-    if (found := _non_finite(pair, report, UPDATE)) is not None:
+    if (found := _non_finite(report)) is not None:
         return found
     for name in names:
-        a, b = pair.both(name, UPDATE)
+        a, b = pair.both(name, "update")
         if 0.0 in (a.norm, b.norm):
             text = f"only in run {'A' if a.norm == 0 else 'B'}, the update is zero, although gradients agree"
             return report("not stepped", text, parameter=name)
@@ -604,7 +603,7 @@ def _cause_of_updates(pair: StepPair, names: list[str]) -> Difference:
             "(a norm, or a matrix), but was applied to shards"
         )
         return report("update of shards", text, axis=axis)
-    factors = [factor for name in names if (factor := pair.multiple(name, UPDATE)) is not None]
+    factors = [factor for name in names if (factor := pair.multiple(name, "update")) is not None]
     if not factors or len(factors) < len([name for name in names if pair.numel(name) > 1]):
         text = (
             "weights, gradients and options agree: the optimizer state differs (lost or not loaded in one run, or other "
@@ -624,7 +623,7 @@ def _cause_of_updates(pair: StepPair, names: list[str]) -> Difference:
 
 def _decay(pair: StepPair, name: str) -> float | None:
     """Return c if the updates of a parameter differ by c times its weight; None if they do not."""
-    weight, (a, b) = pair.a.figures(name)[WEIGHT], pair.both(name, UPDATE)
+    weight, (a, b) = pair.a.figures[name]["weight"], pair.both(name, "update")
     if pair.numel(name) < 4 or not (weight.norm and weight.sketch and a.sketch and b.sketch):
         return None
     change = tuple(y - x for x, y in zip(a.sketch, b.sketch, strict=True))

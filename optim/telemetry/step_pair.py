@@ -111,7 +111,6 @@ class Accepted:
 # One step of two runs -------------------------------------------------------------------------------------------------
 
 Which = Literal["A", "B"]
-WEIGHT, GRADIENT, UPDATE = range(3)  # indices of `QUANTITIES`
 
 
 class AxisMatch(NamedTuple):
@@ -154,11 +153,11 @@ class StepPair:
         """Return the relative tolerance of a parameter's gradient."""
         return self.accepted.tolerances.at(self._dtypes[name], self.step)
 
-    def both(self, name: str, quantity: int) -> tuple[Figures, Figures]:
-        """Return the `Figures` of a parameter in A and in B; ``quantity`` is `WEIGHT`, `GRADIENT` or `UPDATE`."""
-        return self.a.figures(name)[quantity], self.b.figures(name)[quantity]
+    def both(self, name: str, quantity: str) -> tuple[Figures, Figures]:
+        """Return the `Figures` of a parameter in A and in B; ``quantity`` is one of `QUANTITIES`."""
+        return self.a.figures[name][quantity], self.b.figures[name][quantity]
 
-    def distance(self, name: str, quantity: int) -> tuple[float, float]:
+    def distance(self, name: str, quantity: str) -> tuple[float, float]:
         """Return the distance of A and B, and the larger norm. A non-finite norm counts as 0.
 
         So an infinite distance, of a tensor that is finite in one run only, exceeds every tolerance times the norm.
@@ -166,12 +165,12 @@ class StepPair:
         a, b = self.both(name, quantity)
         return distance(a, b), max(norm if isfinite(norm) else 0.0 for norm in (a.norm, b.norm))
 
-    def relative(self, name: str, quantity: int) -> float:
+    def relative(self, name: str, quantity: str) -> float:
         """Return the distance of A and B, divided by the larger norm; 0 if the distance is 0."""
         found, size = self.distance(name, quantity)
         return found / size if found and size else (inf if found else 0.0)
 
-    def multiple(self, name: str, quantity: int) -> float | None:
+    def multiple(self, name: str, quantity: str) -> float | None:
         """Return r if the tensor in B is r times the tensor in A; None if it is no multiple of it.
 
         Return None also for tensors with one element, because any two numbers are multiples of each other.
@@ -189,19 +188,18 @@ class StepPair:
         """Return True if ``names`` has all parameters of both runs. It must not contain a name twice."""
         return len(names) == len(self.names)
 
-    def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:
+    def by_distance(self, names: Sequence[str], quantity: str) -> list[str]:
         """Return the names, with the largest relative distance first.
 
         Names whose distances are equal to two digits keep their order, so that rounding errors do not change it.
         """
         return sorted(names, key=lambda name: -float(f"{self.relative(name, quantity):.1e}"))
 
-    def accept(self, name: str, quantity: int, relative: float) -> None:
+    def accept(self, name: str, quantity: str, relative: float) -> None:
         """Record an accepted relative distance."""
         a, b = self.both(name, quantity)
         self.accepted.equal = self.accepted.equal and a.hash is not None and a.hash == b.hash
-        key = QUANTITIES[quantity]
-        self.accepted.largest[key] = max(self.accepted.largest[key], relative)
+        self.accepted.largest[quantity] = max(self.accepted.largest[quantity], relative)
 
     # Axes -------------------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ def test_recorded_norms_equal_the_norms_of_telemetry(world: World, name: str, tm
     steps = read_recording(path)
     for number, of_step in enumerate(figures, 1):
         for param in steps[number].names:
-            for kind, found in zip(("param", "grad", "update"), steps[number].figures(param), strict=True):
+            for kind, found in zip(("param", "grad", "update"), steps[number].figures[param].values(), strict=True):
                 assert found.norm == pytest.approx(of_step[f"{kind}_norm/{param}"], rel=1e-12)
                 assert found.sketch
 

@@ -496,6 +496,15 @@ class ByPreviousNorm(Clip):
 
 # SkipSpikes -----------------------------------------------------------------------------------------------------------
 
+
+class _NoClipping(Clip):
+    """The inner rule of `SkipSpikes` without ``inner``."""
+
+    def factors(self, norms: Norms) -> None:
+        return None
+
+
+_NO_CLIPPING = _NoClipping()
 _COPIED_FROM_INNER = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
 _INNER = "then/"  # prefix of the inner rule's states, in checkpoints too
 
@@ -533,10 +542,9 @@ class SkipSpikes(Clip):
     warm_up: int = 16
 
     def __post_init__(self) -> None:
-        inner = clip_of(self.inner)
-        object.__setattr__(self, "inner", inner)
-        for name in _COPIED_FROM_INNER if inner is not None else ():
-            object.__setattr__(self, name, getattr(inner, name))
+        object.__setattr__(self, "inner", clip_of(self.inner))
+        for name in _COPIED_FROM_INNER:
+            object.__setattr__(self, name, getattr(self._inner, name))
 
     def check(self) -> None:
         check_positive(self.factor, "factor")
@@ -555,7 +563,7 @@ class SkipSpikes(Clip):
             )
 
     def initial(self) -> Mapping[str, Initial]:
-        inner = {} if self._inner is None else {_INNER + name: value for name, value in self._inner.initial().items()}
+        inner = {_INNER + name: value for name, value in self._inner.initial().items()}
         return {"steps": 0.0, "norms": [inf] * self.window, **inner}
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
@@ -564,34 +572,28 @@ class SkipSpikes(Clip):
         spike = (steps >= self.warm_up) & (bound > 0) & (norm > bound)
         here = torch.arange(self.window, device=last.device) == torch.remainder(steps, self.window)
         new = {"steps": steps + 1, "norms": torch.where(here, torch.where(spike, bound, norm), last)}
-        if self._inner is None:
-            return ClipResult(None, new, spike)
         own = {name: state[_INNER + name] for name in self._inner.initial()}
         result = self._inner.decide(norms, own)
         new |= {_INNER + name: torch.where(spike, own[name], value) for name, value in result.state.items()}
         return ClipResult(result.factors, new, spike if result.skip is None else spike | result.skip)
 
     def check_names(self, names: Sequence[str]) -> None:
-        if self._inner is not None:
-            self._inner.check_names(names)
+        self._inner.check_names(names)
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        return () if self._inner is None else self._inner.unclipped
+        return self._inner.unclipped
 
     def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
-        return (
-            super().reported_coef(factors, norms) if self._inner is None else self._inner.reported_coef(factors, norms)
-        )
+        return self._inner.reported_coef(factors, norms)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
-        if self._inner is not None:
-            self._inner.finish_(gradients_of)
+        self._inner.finish_(gradients_of)
 
     @property
-    def _inner(self) -> Clip | None:
+    def _inner(self) -> Clip:
         assert self.inner is None or isinstance(self.inner, Clip), "__post_init__ has converted it"
-        return self.inner
+        return _NO_CLIPPING if self.inner is None else self.inner
 
     def _statistic(self, last: Tensor, steps: Tensor) -> Tensor:
         """Return the median or mean of the stored norms ``last``, 0-dim. Unused elements are inf and are sorted last."""

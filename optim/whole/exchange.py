@@ -46,11 +46,6 @@ class Buffers:
             kept = self._kept[use] = torch.empty(numbytes, dtype=torch.uint8, device=device)
         return kept[:numbytes].view(dtype)
 
-    @property
-    def numbytes(self) -> int:
-        """Return the total size in bytes of the kept buffers. Only buffers on a CPU are kept."""
-        return sum(kept.numel() for kept in self._kept.values())
-
 
 # Matrices, and the rounds in which they are exchanged -----------------------------------------------------------------
 

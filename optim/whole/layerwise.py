@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 
 from ..norm.powers import powers_by_torch
 from .batching import LazyTensors, PackedTensors, by_position, chunks, grouped
-from .optimizer import Slot, Update, WholeOptimizer, adam_directions, late_steps, moments, next_moments
+from .optimizer import Slot, Update, WholeOptimizer, fused_adamw, late_steps, moments, next_moments
 
 
 class LAMB(WholeOptimizer):
@@ -128,7 +128,10 @@ class LAMB(WholeOptimizer):
         group, counts = chunk[0].group, [slot.state["step"] for slot in chunk]
         if not group["bias_correction"]:
             counts = late_steps(chunk)
-        directions = adam_directions(chunk, counts, self.found_inf)
+        # AdamW with the learning rate -1, on zeros, writes m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+        directions = PackedTensors.like(chunk)
+        directions.flat.zero_()
+        fused_adamw(chunk, directions.tensors, counts, self.found_inf, -1.0, 0.0, group["betas"], group["eps"])
         if decay := group["weight_decay"]:
             torch._foreach_add_(directions.tensors, [slot.param for slot in chunk], alpha=decay)
         return directions
@@ -348,7 +351,7 @@ class StableAdamW(WholeOptimizer):
             torch._foreach_rsqrt_(made)
             torch._foreach_mul_(made, grads.tensors)
             found |= self.tensors.local_powers(by_position(chunk, made))
-        norms = self.tensors.norms_of_powers(found)
+        (norms,) = self.tensors.norms_of_powers(found)
         for chunk in _chunks(slots):
             params, group = [slot.param for slot in chunk], chunk[0].group
             along = PackedTensors.like(chunk).fill([slot.state["exp_avg"] for slot in chunk])

@@ -525,19 +525,6 @@ def adamw_in_place(slots: Sequence[Slot], found_inf: Tensor | None) -> None:
         fused_adamw(of_group, params, steps, found_inf, lr, decay, betas, eps)
 
 
-def adam_directions(slots: Sequence[Slot], steps: Sequence[Tensor], found_inf: Tensor | None) -> batching.PackedTensors:
-    """Update Adam's moments in place, and return m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) for each slot.
-
-    The directions are the result of an AdamW step on zeros with the learning rate -1. If ``found_inf`` is 1, moments do
-    not change, and the directions are zeros. The slots have one param group, device and dtype, and `Slot.is_batched` is
-    True. ``steps`` are the counts before this step, t - 1; they change in place.
-    """
-    group, directions = slots[0].group, batching.PackedTensors.like(slots)
-    directions.flat.zero_()
-    fused_adamw(slots, directions.tensors, steps, found_inf, -1.0, 0.0, group["betas"], group["eps"])
-    return directions
-
-
 def fused_adamw(
     slots: Sequence[Slot],
     params: Sequence[Tensor],

@@ -54,14 +54,10 @@ class LogicalTensor:
         """Return the global ranks that step a shard of the tensor, in ascending order. The shard may be empty."""
         return tuple(sorted(self.held))
 
-    def is_whole_on(self, rank: int) -> bool:
-        """Return True if ``rank`` holds all elements of the tensor."""
-        return sum(prod(box.sizes) for box in self.held.get(rank, ())) == prod(self.shape)
-
     @cached_property
     def is_split(self) -> bool:
         """Return True unless every rank that steps the tensor holds all of its elements."""
-        return not all(map(self.is_whole_on, self.ranks))
+        return any(sum(prod(box.sizes) for box in boxes) != prod(self.shape) for boxes in self.held.values())
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
         """Return the boxes that each rank contributes to a sum or an exchange.
@@ -444,16 +440,13 @@ class WholeTensors:
                 powers.append(self.local_powers(of_list))
             else:  # tensors are computed one after the other, so that few of them are in memory together
                 powers.append({position: self._power(position, of_list[position]) for position in of_list})
-        return self._norms_of_powers(powers)
+        return self.norms_of_powers(*powers)
 
-    def norms_of_powers(self, powers: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the L2 norms of full tensors by position, as `norms_of` does. Every rank must call it.
+    def norms_of_powers(self, *powers: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+        """Return the L2 norms of full tensors, as `norms_of` does. Every rank must call it.
 
-        ``powers`` has this rank's parts of the sums of squares by position, from `local_powers`.
+        ``powers`` are mappings from positions to this rank's parts of the sums of squares, from `local_powers`.
         """
-        return self._norms_of_powers([powers])[0]
-
-    def _norms_of_powers(self, powers: Sequence[Mapping[int, Tensor]]) -> list[dict[int, Tensor]]:
         split, count = self._slots, len(self._slots)
         parts: dict[int, Tensor] = {}  # by index in the packed vector
         for index, of_list in enumerate(powers):

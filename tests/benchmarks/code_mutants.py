@@ -364,8 +364,8 @@ LISTED: list[Fault] = [
     Fault("optim/checkpoint/contents.py", "max(len(record.groups)", "min(len(record.groups)"),
     Fault(
         "optim/clip/rules.py",
-        "if self._inner is not None:\n            self._inner.finish_(gradients_of)",
-        "if False:\n            self._inner.finish_(gradients_of)",
+        "self._inner.finish_(gradients_of)",
+        "pass",
     ),
     Fault(
         "optim/step/window.py",

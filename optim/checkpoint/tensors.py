@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.layout.shard import Box, Shape
+from ...parallel.layout.shard import Box, Shape, narrowed
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
@@ -308,9 +308,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
     """Read the elements that the CPU tensor ``part``, of the region ``box``, has in common with a part in a file."""
     common = box.common(place.box)
-    target = part.detach()
-    for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        target = target.narrow(dim, offset - box.offsets[dim], size)
+    target = narrowed(part.detach(), common, box.offsets)
     # Rows of the part in the file are contiguous. Read full rows, then select the columns that ``part`` needs.
     row = place.box.sizes[1:]
     before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
@@ -319,9 +317,7 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
     stream.seek(place.start + before * prod(row) * dtype.itemsize)
     stream.readinto(_bytes_of(rows))
     if not direct:
-        for dim in range(1, part.dim()):
-            rows = rows.narrow(dim, common.offsets[dim] - place.box.offsets[dim], common.sizes[dim])
-        target.copy_(rows)
+        target.copy_(narrowed(rows, common, (common.offsets[0], *place.box.offsets[1:])))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

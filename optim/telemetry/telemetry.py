@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.layout.shard import Box, Region
+from ...parallel.layout.shard import Box, Region, narrowed
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.deprecation import renamed_members
@@ -41,7 +41,7 @@ from ..states.chain import StepObserver
 from ..step.data_parallel import FixedOrderSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window, window_fields
-from ..whole.tensors import LogicalTensor, WholeTensors, narrowed
+from ..whole.tensors import LogicalTensor, WholeTensors
 from .gradient_noise import (
     LocalGradients,
     NoiseScale,

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.casting import copy_each_
-from ...parallel.layout.shard import Box, Shape
+from ...parallel.layout.shard import Box, Shape, narrowed
 from . import batching
 from .batching import grouped, values_of
-from .tensors import LogicalTensor, WholeTensors, narrowed
+from .tensors import LogicalTensor, WholeTensors
 
 # Flat communication buffers -------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...parallel.layout.shard import Box, Shape
+from ...parallel.layout.shard import Box, Shape, narrowed
 from ...parallel.layout.spec import P
 from ...parallel.mesh.deprecation import renamed_arguments, renamed_fields
 from ...parallel.mesh.text import some, without_wrappers
@@ -29,7 +29,7 @@ from . import batching
 from .batching import LazyTensors, by_position, grouped
 from .exchange import Homes, Matrix, each
 from .optimizer import ADAMW, Slot, Update, WholeOptimizer, adamw_in_place, adamw_update, moments
-from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
+from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
 
 # Newton-Schulz iteration: five steps of a polynomial that moves singular values toward 1 ------------------------------
 

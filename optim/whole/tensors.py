@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.casting import copy_each_
-from ...parallel.layout.shard import Box, Region, Shape
+from ...parallel.layout.shard import Box, Region, Shape, narrowed
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -672,14 +672,3 @@ def _collapsed(box: Box, dims: Sequence[int]) -> Box:
     """Return ``box`` with offset 0 and size 1 in ``dims``."""
     offsets = tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets))
     return Box(offsets, tuple(1 if dim in dims else size for dim, size in enumerate(box.sizes)))
-
-
-def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """Return a view of the elements of ``tensor``, or of each tensor of a stack, that are in ``box``.
-
-    ``box`` is in indices of the full tensor. ``offsets`` is the index there of ``tensor``'s first element; None: zeros.
-    """
-    dims = len(box.sizes)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim - dims, offset - (offsets[dim] if offsets else 0), size)
-    return tensor

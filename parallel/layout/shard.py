@@ -49,6 +49,17 @@ class Box:
             yield max(a, b), min(a + length, b + width)
 
 
+def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
+    """Return a view of the elements of ``tensor``, or of each tensor of a stack, that are in ``box``.
+
+    ``box`` is in indices of the full tensor. ``offsets`` is the index there of ``tensor``'s first element; None: zeros.
+    """
+    dims = len(box.sizes)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim - dims, offset - (offsets[dim] if offsets else 0), size)
+    return tensor
+
+
 @dataclass(frozen=True)
 class Region:
     """The elements of a full tensor that a rank holds: a *run* of consecutive elements of the rank's flattened shard.

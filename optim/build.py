@@ -143,6 +143,11 @@ class Setup:
         apart = {"optimizer", "registry", "wrong_call"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
 
+    @property
+    def mode(self) -> Precision:
+        """Return the precision mode as an object."""
+        return precision_of(self.precision)
+
     # Checking --------------------------------------------------------------------------------------------------------
 
     def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
@@ -183,10 +188,10 @@ class Setup:
         check_not_meta(groups)
         if self.device_of(groups).type == "cuda" and Offloaded(1.0) not in self.placements:
             check_steps_on_gpu(self.optimizer)
-        precision, topology = precision_of(self.precision), self.registry.topology
+        topology = self.registry.topology
         named_params = [pair for group in groups for pair in group]
-        check_split(self.context(precision), named_params)
-        if precision.stochastic_rounding and topology.world_size > 1:
+        check_split(self.context(), named_params)
+        if self.mode.stochastic_rounding and topology.world_size > 1:
             check_named(named_params)
         named = [[param if name is None else (name, param) for name, param in group] for group in groups]
         entries = entries_of(named, topology, compared=bool(self.check_replicas))
@@ -208,7 +213,7 @@ class Setup:
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
         """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one."""
-        precision = precision_of(self.precision)
+        precision = self.mode
         if not (precision.masters or precision.stochastic_rounding):
             return
         if found and not found & {*HALF_DTYPES}:
@@ -229,7 +234,7 @@ class Setup:
         topology = self.registry.topology
         said: dict[str, object] = {
             "max_norm": clip_of(self.max_norm),
-            "precision": precision_of(self.precision),
+            "precision": self.mode,
             "accumulation_steps": self.accumulation_steps,
             "states": self.placements,
             "on_nonfinite": self.on_nonfinite,
@@ -273,8 +278,7 @@ class Setup:
         if self.wrong_call is not None:
             raise self.wrong_call
         check_steps_without_closure(self.optimizer)
-        precision = precision_of(self.precision)
-        if precision.stochastic_rounding:
+        if self.mode.stochastic_rounding:
             check_in_buckets(
                 self.optimizer, "stochastic rounding updates parameters in several calls of the optimizer's step()"
             )
@@ -296,7 +300,7 @@ class Setup:
         )
         if self.sum_order == "fixed":
             self._check_sum_order()
-        context = self.context(precision)
+        context = self.context()
         check_main_grads(context, self.accumulation_steps)
         for placement in self.placements:
             if not isinstance(placement, StatePlacement):
@@ -384,12 +388,12 @@ class Setup:
             reasons.append("gradients of DTensors may be partial: use plain parameters and declare their layouts")
         return reasons
 
-    def context(self, precision: Precision) -> PlacementContext:
+    def context(self) -> PlacementContext:
         """Return the arguments and objects that state placements read, to check themselves and to create transforms."""
         switch = switch_of(modules_in(self.data_parallel))
         return PlacementContext(
             self.optimizer,
-            precision,
+            self.mode,
             self.registry,
             self.averages_data,
             switch,
@@ -398,9 +402,9 @@ class Setup:
             self._tree_ranks() if self.sum_order == "fixed" else None,
         )
 
-    def chain(self, precision: Precision, plan: ReductionPlan) -> TransformChain:
+    def chain(self, plan: ReductionPlan) -> TransformChain:
         """Install the parameter transforms over the optimizer's param groups, in place, and return their chain."""
-        context = self.context(precision)
+        context = self.context()
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         transforms = [placement.transform(context) for placement in self.placements]
         transforms.insert(precision_at, precision_transform(context))
@@ -409,17 +413,16 @@ class Setup:
 
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         device = self.device_of([[(None, param) for param in chain.params]])
-        masters, commit = precision_of(self.precision).masters, self.commit
         compared = bool(self.check_replicas) and self.registry.topology.world_size > 1
         checks, equal_shards = replica_checks(table, chain.given, device) if compared else ([], None)
-        watch = self._fingerprints(table, chain, device, masters) if compared else None
+        watch = self._fingerprints(table, chain, device) if compared else None
         return GradientClipper(
             table.grad_tensors,
             [row.region for row in table],
             table.plan,
             self.registry,
             checks,
-            SkipVote(commit, watch, device) if commit is not None or watch is not None else None,
+            SkipVote(self.commit, watch, device) if self.commit is not None or watch is not None else None,
             equal_shards,
             norm_type=self.norm_type,
             reduction=self.reduction,
@@ -430,15 +433,14 @@ class Setup:
         )
 
     def _fingerprints(
-        self, table: ParamTable, chain: TransformChain, device: torch.device, masters: bool
+        self, table: ParamTable, chain: TransformChain, device: torch.device
     ) -> FingerprintMonitor | None:
-        """Return the monitor that compares replicas during the whole run; None if `Fingerprints` is not used.
-
-        ``masters`` and the state placements, which are equal on all ranks, decide which tensors are compared.
-        """
-        topology, placed = table.plan.topology, bool(self.placements)
+        """Return the monitor that compares replicas during the whole run; None if `Fingerprints` is not used."""
         if not isinstance(self.check_replicas, Fingerprints):
             return None
+        # These are equal on all ranks, so all ranks compare the same tensors.
+        masters, placed = self.mode.masters, bool(self.placements)
+        topology = table.plan.topology
         what = "master" if masters else "stepped weight" if placed else "parameter"
         checks = [ReplicaCheck(table.plan, table.tensors, device, chain.states, exact=True, what=what)]
         if masters or placed:
@@ -473,7 +475,7 @@ class Setup:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
             # With master weights, gradients must stay the same tensor objects: `MasterWeights.collect` marks these
             # objects, to detect gradients that were not cleared.
-            whole = not precision_of(self.precision).masters
+            whole = not self.mode.masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
@@ -498,7 +500,7 @@ class Setup:
         if completion.early is None:
             for module in modules_in(self.data_parallel) if before is None else ():
                 divide_once(module)
-            return before or self.context(precision_of(self.precision)).data_parallel
+            return before or switch_of(modules_in(self.data_parallel))
         names = {id(row.param): row.entry.name for row in completion.table}
         reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
         if not isinstance(before, OverlappedReduce):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ..amp.modes import Mode, Precision, precision_of
+from ..amp.modes import Mode, Precision
 from ..parallel.interop.inferred_registry import averaging_modules, registry_for
 from ..parallel.interop.local_parameters import local_parameter
 from ..parallel.mesh.agreement import on_all_ranks
@@ -321,14 +321,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         with unchanged(optimizer):
             plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups, [name for name, _ in left_out])
             leave_out(optimizer, [param for _, param in left_out])
-            self._clip, self.precision = in_use(max_norm), precision_of(precision)
+            self._clip, self.precision = in_use(max_norm), self._setup.mode
             self._device = self._setup.device_of(self._groups)
             self.loss_scale = self.precision.make_loss_scale(self._device)
             scaled, alone = self.loss_scale is not None, self._agreement is None
             self._window: Window = Window(accumulation_steps, scaled, alone)
             self._scale = None if self.loss_scale is None else self.loss_scale.scale
             self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
-            self._states = self._setup.chain(self.precision, plan)
+            self._states = self._setup.chain(plan)
             self._states.left_out = left_out
             self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
             self._bind(plan, thresholds)

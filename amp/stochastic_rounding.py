@@ -269,18 +269,9 @@ class StochasticRounding:
         self.steps = 0
         self.copies: Mapping[Tensor, Tensor] = {}
         self.kernel: RoundingKernel | None = None
-        self._keys = self._make_keys()
+        self._keys: dict[Tensor, str] = {}  # the `Noise.name` of each bfloat16 parameter
+        self.refresh()
         load_shared_numbers_exactly(optimizer)
-
-    def _make_keys(self) -> dict[Tensor, str]:
-        """Return the ``name`` of each bfloat16 parameter's `Noise`."""
-        keys: dict[Tensor, str] = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                if param.dtype == torch.bfloat16:
-                    given = group["param_names"][position] if "param_names" in group else None
-                    keys[param] = self._key(param, given, f"{index}.{position}")
-        return keys
 
     def refresh(self) -> None:
         """Include bfloat16 parameters that were added to the optimizer without `StochasticRounding.add_param_group`.
@@ -288,7 +279,13 @@ class StochasticRounding:
         Raises:
             ValueError: As in the constructor, for a bfloat16 parameter without a name or without a spec.
         """
-        self._keys = self._make_keys()
+        keys: dict[Tensor, str] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param.dtype == torch.bfloat16:
+                    given = group["param_names"][position] if "param_names" in group else None
+                    keys[param] = self._key(param, given, f"{index}.{position}")
+        self._keys = keys
 
     def _key(self, param: Tensor, given: str | None, place: str) -> str:
         registry, annotation = self.registry, annotation_of(param)

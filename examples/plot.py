@@ -20,16 +20,12 @@ STYLE = """
 Points = Sequence[tuple[float, float]]
 
 
-def draw(
-    title: str,
-    steps: Sequence[float],
-    curves: Mapping[str, Sequence[float]],
-    beside: Mapping[str, Points] | None = None,
-) -> str:
-    """Return an SVG with one panel per curve, over the steps.
+def draw(title: str, curves: Mapping[str, Points], beside: Mapping[str, Points]) -> str:
+    """Return an SVG with one panel per curve.
 
     Args:
-        beside: (step, value) points of another run by name of the curve, drawn in grey in the same panel.
+        curves: (step, value) points by name of the curve.
+        beside: Points of another run by name of the curve, drawn in grey in the same panel.
     """
     width, height = WIDTH + 2 * MARGIN, len(curves) * (HEIGHT + MARGIN) + MARGIN
     parts = [
@@ -39,20 +35,20 @@ def draw(
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         text(MARGIN, 24, title, "title"),
     ]
-    for index, (name, values) in enumerate(curves.items()):
-        parts += panel(MARGIN + index * (HEIGHT + MARGIN), name, steps, values, (beside or {}).get(name, ()))
+    for index, (name, points) in enumerate(curves.items()):
+        parts += panel(MARGIN + index * (HEIGHT + MARGIN), name, points, beside[name])
     return "\n".join([*parts, "</svg>", ""])
 
 
-def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float], beside: Points = ()) -> Iterator[str]:
-    """Draw frame, curves, and the ranges of steps and values; a non-finite value is a gap in the curve of ``values``."""
-    points = [(step, value) for step, value in zip(steps, values, strict=True) if isfinite(value)]
+def panel(top: float, name: str, points: Points, beside: Points) -> Iterator[str]:
+    """Draw frame, curves, and the ranges of steps and values; a non-finite value is a gap in the curve of ``points``."""
+    finite = [(step, value) for step, value in points if isfinite(value)]
     others = [(step, value) for step, value in beside if isfinite(value)]
     yield f'<rect class="frame" x="{MARGIN}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}"/>'
     yield text(MARGIN, top - 8, name)
-    if not points:
+    if not finite:
         return
-    (left, right), (low, high) = ((min(of), max(of)) for of in zip(*points, *others, strict=True))
+    (left, right), (low, high) = ((min(of), max(of)) for of in zip(*finite, *others, strict=True))
 
     def place(step: float, value: float) -> str:
         x = MARGIN + WIDTH * (step - left) / ((right - left) or 1)
@@ -60,8 +56,7 @@ def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float]
 
     if others:
         yield f'<polyline class="beside" points="{" ".join(place(*point) for point in others)}"/>'
-    places: dict[float, str] = {step: place(step, value) for step, value in points}
-    for run in runs([places.get(step) for step in steps]):
+    for run in runs([place(step, value) if isfinite(value) else None for step, value in points]):
         yield f'<polyline class="curve" points="{" ".join(run)}"/>'
     yield text(MARGIN - 6, top + 12, f"{high:.3g}", anchor="end")
     yield text(MARGIN - 6, top + HEIGHT, f"{low:.3g}", anchor="end")

@@ -170,6 +170,9 @@ def read_csv(path: Path) -> list[list[float]]:
 
 def write_plot(path: Path, title: str, rows: Sequence[Sequence[float]], beside: Sequence[Sequence[float]] = ()) -> None:
     """Write a plot of rows (step, loss, gradient norm), with the curves of another run in grey."""
-    steps, losses, norms = zip(*rows, strict=True) if rows else ((), (), ())
-    others = {name: [(row[0], row[column]) for row in beside] for column, name in ((1, "loss"), (2, "gradient norm"))}
-    path.write_text(draw(title, steps, {"loss": losses, "gradient norm": norms}, others), encoding="utf-8")
+    path.write_text(draw(title, curves_of(rows), curves_of(beside)), encoding="utf-8")
+
+
+def curves_of(rows: Sequence[Sequence[float]]) -> dict[str, list[tuple[float, float]]]:
+    """Return the points (step, value) of each curve, by the name of the curve."""
+    return {"loss": [(row[0], row[1]) for row in rows], "gradient norm": [(row[0], row[2]) for row in rows]}

@@ -130,6 +130,6 @@ def test_verify_prints_WRONG_for_large_or_non_finite_norm_differences() -> None:
 
 
 def test_plot_without_data_points_has_no_curves() -> None:
-    drawn = example("plot").draw("nothing yet", [], {"loss": []})
+    drawn = example("plot").draw("nothing yet", {"loss": []}, {"loss": []})
     assert "polyline" not in drawn
     assert ET.fromstring(drawn).tag == f"{SVG}svg"

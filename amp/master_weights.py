@@ -217,17 +217,13 @@ class MasterWeights:
         """
         held, done = self.held(), {id(param) for param in written}
         late = [pair for pair in held if id(pair[0]) not in done] if done else held
-        if late:
-            params, masters = zip(*late, strict=True)
-            copy_each_(params, masters)
+        copy_each_([param for param, _ in late], [master for _, master in late])
         self._record_versions(held)
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
         """Set the masters to the values of the model's parameters. Call it after you load or change these parameters."""
-        if self.pairs:
-            params, masters = zip(*self.pairs, strict=True)
-            copy_each_(masters, params)
+        copy_each_([master for _, master in self.pairs], [param for param, _ in self.pairs])
         self._record_versions(self.pairs)
         self._addresses = [param.data_ptr() for param, _ in self.pairs]
 

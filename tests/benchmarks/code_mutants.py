@@ -159,8 +159,8 @@ LISTED: list[Fault] = [
     ),
     Fault(
         "amp/master_weights.py",
-        "            copy_each_(params, masters)\n        self._record_versions(held)",
-        "            copy_each_(params, masters)",
+        "for _, master in late])\n        self._record_versions(held)",
+        "for _, master in late])",
     ),
     Fault(
         "amp/stochastic_rounding.py",

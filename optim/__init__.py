@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..parallel.mesh.deprecation import renamed_objects
-from .build import Measure, Reduce
+from .arguments import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.base import Clip, ClipResult, ClipState, PerParameterState
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm, scale_gradients_

@@ -20,18 +20,15 @@ from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.deprecation import renamed_arguments, renamed_members
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .arguments import AllOptions, Stats_co, replace_deprecated, wrong_arguments
 from .build import (
     AgreedSetup,
-    AllOptions,
     Setup,
-    Stats_co,
     as_one,
     check_captured,
     check_loss,
     registry_not_captured,
-    replace_deprecated,
     update_not_captured,
-    wrong_arguments,
 )
 from .clip.base import Clip, ClipState
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision

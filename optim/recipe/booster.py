@@ -52,7 +52,8 @@ from ...parallel.mesh.agreement import check_all_say_the_same, on_all_ranks, on_
 from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
-from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, replace_deprecated, what_instead
+from ..arguments import ELSEWHERE, Stats_co, StepOptions, replace_deprecated, what_instead
+from ..build import as_one
 from ..clip.rules import ClipSpec, clip_of
 from ..norm.measure import GradStats
 from ..norm.plan import entries_of

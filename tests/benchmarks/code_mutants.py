@@ -713,7 +713,7 @@ CORE = (
         "amp/master_weights.py",
         "amp/modes.py",
     ),
-    *("amp/stochastic_rounding.py", "optim/build.py", "optim/parallel_optimizer.py"),
+    *("amp/stochastic_rounding.py", "optim/arguments.py", "optim/build.py", "optim/parallel_optimizer.py"),
     *(f"optim/{name}/" for name in ("checkpoint", "clip", "gradients", "kernels", "norm", "states", "step")),
     *("parallel/interop/", "parallel/launch.py", "parallel/layout/", "parallel/mesh/"),
 )

@@ -49,7 +49,7 @@ LAYERS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"step"}),
         frozenset({"states"}),
         frozenset({"whole"}),
-        frozenset({"build"}),
+        frozenset({"arguments", "build"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "telemetry", "checkpoint"}),
         frozenset({"recipe"}),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -376,21 +376,21 @@ class SeededDataset(Dataset[T]):
         self.wrapped = wrapped
 
     def __len__(self) -> int:
-        return len(self.wrapped)  # type: ignore[arg-type]
+        return len(cast(Sized, self.wrapped))
 
     def __getitem__(self, index: int) -> T:
         return self.wrapped[index]
 
     def __getitems__(self, batch: Batch) -> Fetched:
-        whole_seed = mixed(batch.seed, batch.epoch, *batch)
+        whole_seed, dataset = mixed(batch.seed, batch.epoch, *batch), cast(Any, self.wrapped)
         with cpu_random_state_kept():
-            if _loads_whole_batches(self.wrapped):
+            if _loads_whole_batches(dataset):
                 seed_cpu_generators(whole_seed)
-                return Fetched(self.wrapped.__getitems__(list(batch)), whole_seed)  # type: ignore[attr-defined]
+                return Fetched(dataset.__getitems__(list(batch)), whole_seed)
             samples = []
             for index in batch:
                 seed_cpu_generators(mixed(batch.seed, batch.epoch, index))
-                samples.append(self.wrapped[index])
+                samples.append(dataset[index])
         return Fetched(samples, whole_seed)
 
     def __getattr__(self, name: str) -> Any:

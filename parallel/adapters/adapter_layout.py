@@ -44,12 +44,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
-from ..layers.embedding import Classifier2D, Embedding2D
+from ..interop.local_parameters import has_dtensors, local_parameter, local_tensor, spec_of
+from ..layers.embedding import Classifier2D, Embedding2D, look_up
 from ..layers.tensor_2d import Linear2D
 from ..layers.tensor_3d import DiagonalTable, Embedding3D, Linear3D
 from ..layout.annotation import annotation_of
-from ..layout.shard import joined_in_order, local_index
+from ..layout.shard import joined_in_order
 from ..layout.spec import P, Span
 from ..mesh.collectives import (
     Over,
@@ -255,7 +255,7 @@ class RowLayout(AdapterLayout):
         return scatter_to(input, self.registry, *self.axes, dim=-1)
 
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
-        hidden = _local_columns(ids, a, self, *self.axes)
+        hidden = look_up(ids, a.t(), self.in_features, self.registry, *self.axes)
         return hidden.transpose(0, 1) if self.exchanges_batch else hidden
 
     def join(self, hidden: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class GridLayout(AdapterLayout):
     def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
             ids = all_gather(ids, Over(self.registry, (self.row,), call="LoRA"))
-        return _local_columns(ids, a, self, self.row)
+        return look_up(ids, a.t(), self.in_features, self.registry, self.row)
 
     def join(self, hidden: Tensor) -> Tensor:
         if self.is_embedding:
@@ -339,14 +339,6 @@ class CubeLayout(AdapterLayout):
     def join(self, hidden: Tensor) -> Tensor:
         hidden = all_gather_to(hidden, self.registry, self.input, dim=0)
         return reduce_scatter_to(hidden, self.registry, self.output, dim=0)
-
-
-def _local_columns(ids: Tensor, a: Tensor, layout: AdapterLayout, *axes: str) -> Tensor:
-    """Return for each id its column of ``a`` [r, ids]: [..., r]; zero if another rank along ``axes`` holds the column."""
-    if layout.registry.size(*axes) == 1:
-        return F.embedding(ids, a.t())
-    index, is_remote = local_index(ids, layout.in_features, layout.registry, axes[0])
-    return F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
 
 
 # From a base layer to its layout --------------------------------------------------------------------------------------
@@ -390,7 +382,7 @@ def layout_of(
     inner = _tensor_axes(base, spec, topology, stacked)
     stacked = tuple(axis for axis in spec.dim_axes(0) if axis not in inner)
     out_axes, in_axes = (tuple(a for a in spec.dim_axes(dim) if a in inner) for dim in (0, 1))
-    is_embedding = hasattr(base, "num_embeddings") and hasattr(base, "embedding_dim")
+    is_embedding = _is_embedding(base)
     if is_embedding:  # a table is [vocabulary, features], so its first dim is the input
         out_axes, in_axes = in_axes, out_axes
     if out_axes and in_axes:
@@ -399,7 +391,7 @@ def layout_of(
             "or 3-D layer of meshstep, so the collectives of its adapter are unknown; write the adapter as a module of "
             "your own"
         )
-    sizes = _features(base, weight, spec, topology, inner, is_embedding)
+    sizes = _features(base, weight, spec, topology, inner)
     outer, inner_dim = (1, 0) if is_embedding else (0, 1)
     first = _spec(spec, [None, inner_dim], inner, stacked)
     second = _spec(spec, [outer, None], inner, stacked)
@@ -408,33 +400,21 @@ def layout_of(
         "is_transposed_weight": is_embedding,
         "stacked": stacked,
     }
-    if not out_axes and not in_axes:
-        return AdapterLayout(registry, *sizes, first, second, **common)
     axes = out_axes or in_axes
+    if not axes:
+        return AdapterLayout(registry, *sizes, first, second, **common)
     _check_order(axes, topology, name)
     sequence_dim, outside = _sequence_dim(base, sequence_parallel), bool(getattr(base, "explicit_expert_comm", False))
-    if out_axes:
-        if sequence_dim is not None or outside:
+    if sequence_dim is not None or outside:  # the gradient of the factor that `axes` do not shard is partial
+        if out_axes:
             first = first.with_partial((*first.partial, *axes))
-        where = None if outside else sequence_dim
-        return ColumnLayout(
-            registry, *sizes, first, second, **common, axes=axes, sequence_dim=where, completes_gradients=not outside
-        )
-    if sequence_dim is not None or outside:
-        second = second.with_partial((*second.partial, *axes))
-    where = None if outside else sequence_dim
+        else:
+            second = second.with_partial((*second.partial, *axes))
+    common |= {"axes": axes, "sequence_dim": None if outside else sequence_dim}
+    if out_axes:
+        return ColumnLayout(registry, *sizes, first, second, **common, completes_gradients=not outside)
     transposed = is_embedding and bool(getattr(base, "reduce_scatter_embeddings", False))
-    return RowLayout(
-        registry,
-        *sizes,
-        first,
-        second,
-        **common,
-        axes=axes,
-        sequence_dim=where,
-        sums_output=not outside,
-        exchanges_batch=transposed,
-    )
+    return RowLayout(registry, *sizes, first, second, **common, sums_output=not outside, exchanges_batch=transposed)
 
 
 def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer") -> P:
@@ -467,12 +447,22 @@ def without_axes(spec: P, axes: Iterable[str]) -> P:
     return P().with_dims(dims, partial=spec.partial, blocks=spec.blocks)
 
 
-def mesh_axes_of(param: Any, topology: Topology) -> set[str]:
-    """Return the topology axes that make up the device mesh of a DTensor."""
-    from ..interop.dtensor import check_mesh, mesh_axes
+def mesh_axes_of(param: Tensor, topology: Topology) -> set[str]:
+    """Return the topology axes that make up the device mesh of a DTensor; the empty set for a plain parameter."""
+    annotation = annotation_of(local_parameter(param, topology))
+    return set() if annotation is None else {*annotation.mesh_axes_on(topology)}
 
-    known = check_mesh(param, topology)
-    return {axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))}
+
+def full_weight_shape(weight: Tensor, spec: P, topology: Topology, axes: Iterable[str]) -> tuple[int, ...]:
+    """Return the full shape of a weight. Only shards along ``axes`` count; along other axes, ranks have other weights."""
+    annotation = annotation_of(weight)
+    if annotation is not None and annotation.full_shape is not None:
+        return annotation.full_shape
+    counted = {*axes} - mesh_axes_of(weight, topology)  # the shape of a DTensor is full over the axes of its mesh
+    return tuple(
+        length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in counted))
+        for dim, length in enumerate(weight.shape)
+    )
 
 
 def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) -> None:
@@ -489,10 +479,8 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
             declared = spec_of(param, topology)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        stored: Axes = ()
-        if has_dtensors((param,)):  # `fully_shard` may have sharded the factor further, over data axes
-            meshed = mesh_axes_of(param, topology)
-            stored = tuple(axis for axis in declared.sharded_axes if axis in meshed and topology.role(axis) == "data")
+        meshed = mesh_axes_of(param, topology)  # `fully_shard` may have sharded the factor further, over data axes
+        stored = tuple(axis for axis in declared.sharded_axes if axis in meshed and topology.role(axis) == "data")
         if _shards(declared, topology, stored) != _shards(expected, topology, stored):
             raise ValueError(
                 f"{name} is declared {declared}, but its base layer requires {expected}; call "
@@ -541,28 +529,18 @@ def _tensor_axes(base: nn.Module, spec: P, topology: Topology, stacked: Axes) ->
     return tuple(axis for axis in spec.sharded_axes if axis not in stacked)
 
 
-def _features(
-    base: nn.Module, weight: Tensor, spec: P, topology: Topology, inner: Axes, is_embedding: bool
-) -> tuple[int, int]:
+def _is_embedding(base: nn.Module) -> bool:
+    return hasattr(base, "num_embeddings") and hasattr(base, "embedding_dim")
+
+
+def _features(base: nn.Module, weight: Tensor, spec: P, topology: Topology, inner: Axes) -> tuple[int, int]:
     """Return the sizes of the full layer: (in, out)."""
     if isinstance(getattr(base, "axis", None), str) or getattr(base, "tp_group", None) is not None:
-        if is_embedding:
-            return int(base.num_embeddings), int(base.embedding_dim)  # type: ignore[arg-type]
-        names = (("in_features", "input_size"), ("out_features", "output_size"))
-        found = [next(int(getattr(base, name)) for name in either if hasattr(base, name)) for either in names]
-        return found[0], found[1]
-    if has_dtensors((weight,)):
-        full = [*weight.shape]
-        meshed = {axis for dim in weight.device_mesh.mesh_dim_names or () for axis in topology.expand_aliases(dim)}  # type: ignore[attr-defined]
-    else:
-        annotation = annotation_of(weight)
-        if annotation is not None and annotation.full_shape is not None:
-            full, meshed = [*annotation.full_shape], {*topology.axes}
-        else:
-            full, meshed = [*weight.shape], set()
-    for dim in (0, 1):
-        full[dim] *= topology.size(*(axis for axis in spec.dim_axes(dim) if axis in inner and axis not in meshed))
-    return (full[0], full[1]) if is_embedding else (full[1], full[0])
+        names = ("num_embeddings", "in_features", "input_size"), ("embedding_dim", "out_features", "output_size")
+        inputs, outputs = (next(int(getattr(base, name)) for name in each if hasattr(base, name)) for each in names)
+        return inputs, outputs
+    rows, columns = full_weight_shape(weight, spec, topology, inner)
+    return (rows, columns) if _is_embedding(base) else (columns, rows)
 
 
 def _sequence_dim(base: nn.Module, sequence_parallel: bool | None) -> int | None:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layers.initialization import draw_linear, keep_shard
-from ..layout.annotation import annotation_of
 from ..layout.shard import unshard
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
@@ -37,7 +36,7 @@ from .adapter_layout import (
     AroundBase,
     check_specs,
     elements_at,
-    mesh_axes_of,
+    full_weight_shape,
     weight_spec,
     without_axes,
 )
@@ -245,7 +244,7 @@ def grouped_layout_of(
         )
     topology = registry.topology
     placed = weight_spec(weight, topology, f"{name}.{parameter}")
-    shape = _full_shape(weight, placed, topology)
+    shape = full_weight_shape(weight, placed, topology, topology.axes)
     axes = topology.expand_aliases(*([expert_axes] if isinstance(expert_axes, str) else expert_axes))
     spec = without_axes(placed, _axes_of_fully_shard(weight, placed, topology, axes))
     out, inputs = (2, 1) if is_transposed else (1, 2)
@@ -268,14 +267,3 @@ def _axes_of_fully_shard(weight: Tensor, spec: P, topology: Topology, expert_axe
     parts = (part for dim in range(3) for part in spec.joint_dim_axes(dim))
     data = {*topology.data_axes} - {*expert_axes}
     return [axis for part in parts if {*part} <= data for axis in part]
-
-
-def _full_shape(weight: Any, spec: P, topology: Topology) -> tuple[int, ...]:
-    annotation = annotation_of(weight)
-    if annotation is not None and annotation.full_shape is not None:
-        return annotation.full_shape
-    meshed = mesh_axes_of(weight, topology) if has_dtensors((weight,)) else set()
-    return tuple(
-        length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis not in meshed))
-        for dim, length in enumerate(weight.shape)
-    )

@@ -171,7 +171,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
             gradients. Or a spec does not fit the topology (`P.resolve`). No flag is set in these cases.
     """
     topology, coordinate = registry.topology, registry.coordinate
-    specs = {param: spec_of(param).resolve(topology) for param in params}
+    specs: dict[Any, P] = {param: spec_of(param).resolve(topology) for param in params}
     for param, spec in specs.items():
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
@@ -187,9 +187,9 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
                 "with meshstep.optim.ParallelOptimizer"
             )
     for param, spec in specs.items():
-        param.model_parallel = counts_piece(spec, coordinate, topology)  # type: ignore[attr-defined]
+        param.model_parallel = counts_piece(spec, coordinate, topology)
         if spec.tied:
-            param.ds_pipe_replicated = not _is_first_of_tied(spec, coordinate, topology)  # type: ignore[attr-defined]
+            param.ds_pipe_replicated = not _is_first_of_tied(spec, coordinate, topology)
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:

@@ -192,12 +192,8 @@ def annotation_for(param: DTensor) -> Annotation:
     The layout over the axes of the DTensor's mesh follows from the placements, the layout over other axes from the
     declaration. Without a declaration, the layout over other axes is unknown, and the annotation has ``declared=False``.
     """
-    declared, axes, inner, (topology, found) = (
-        annotation_of(param),
-        mesh_axes(param),
-        placement_spec(param),
-        _last_match(param),
-    )
+    declared, axes, inner = annotation_of(param), mesh_axes(param), placement_spec(param)
+    topology, found = _last_match(param)
     if declared is None:
         return Annotation(inner, None, mesh_axes=axes, declared=False, dims=tuple(found.items()))
     spec = declared.spec
@@ -226,9 +222,7 @@ def _without_mesh_axes(spec: P, outer: Sequence[Sequence[tuple[str, ...]]], axes
     tied = {axis: where for axis, where in spec.tied if axis not in axes}
     partial = tuple(axis for axis in spec.partial if axis not in axes)
     sharded = tuple(axis for parts in outer for part in parts for axis in part)
-    return P(sharded, owned=owned, tied=tied).with_dims(
-        outer, partial=partial, blocks=[pair for pair in spec.blocks if pair[0] in sharded]
-    )
+    return P(sharded, owned=owned, tied=tied).with_dims(outer, partial=partial, blocks=spec.blocks)
 
 
 def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:

@@ -84,10 +84,10 @@ def discard_gathered(model: nn.Module) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a DTensor, or a plain tensor unchanged. Collectives: none."""
-    if not has_dtensors((tensor,)):
-        return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+    if has_dtensors((tensor,)):
+        distributed: Any = tensor
+        tensor = distributed.to_local()
+    return tensor
 
 
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:

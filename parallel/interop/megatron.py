@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -108,14 +109,14 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
 
-    def read() -> list[tuple[str, Tensor, P, int]]:
+    def read() -> list[tuple[str, Any, P, int]]:
         rules = Rules(model, registry, groups)
         return [(name, param, *rules.spec(name, param)) for name, param in model.named_parameters()]
 
     for name, param, spec, divisor in on_all_ranks(read, registry):
         annotate(param, spec, name)
         if divisor > 1 and not hasattr(param, "_meshstep_mean"):  # a second declaration must not divide twice
-            param._meshstep_mean = param.register_hook(lambda grad, size=divisor: grad / size)  # type: ignore[attr-defined]
+            param._meshstep_mean = param.register_hook(lambda grad, size=divisor: grad / size)
 
 
 class Rules:

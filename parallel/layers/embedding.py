@@ -72,7 +72,7 @@ class VocabParallelEmbedding(nn.Module):
                 f"VocabParallelEmbedding with sequence_parallel=True got ids of shape {tuple(ids.shape)}, but needs shape "
                 "[batch, seq]; add the missing dim"
             )
-        partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.axis)
+        partial = look_up(ids, self.weight, self.num_embeddings, self.registry, self.axis)
         if self.sequence_parallel:
             return reduce_scatter_to(partial, self.registry, self.axis, dim=1)
         return reduce_from(partial, self.registry, self.axis)
@@ -132,7 +132,7 @@ class Embedding2D(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
             ids = all_gather(ids, Over(self.registry, (self.row,), call=type(self).__name__))
-        partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.row)
+        partial = look_up(ids, self.weight, self.num_embeddings, self.registry, self.row)
         return reduce_scatter_to(partial, self.registry, self.row, dim=0)
 
     def extra_repr(self) -> str:
@@ -140,12 +140,15 @@ class Embedding2D(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, {sizes}"
 
 
-def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks."""
-    if registry.size(axis) == 1:
-        return F.embedding(ids, weight)
-    index, is_remote = local_index(ids, vocabulary, registry, axis)
-    return F.embedding(index, weight).masked_fill(is_remote.unsqueeze(-1), 0)
+def look_up(ids: Tensor, table: Tensor, vocabulary: int, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
+    """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks.
+
+    ``table`` is this rank's shard of a table with ``vocabulary`` rows, which ``axes`` shard jointly.
+    """
+    if registry.size(*axes) == 1:
+        return F.embedding(ids, table)
+    index, is_remote = local_index(ids, vocabulary, registry, *axes)
+    return F.embedding(index, table).masked_fill(is_remote.unsqueeze(-1), 0)
 
 
 class Classifier2D(nn.Module):

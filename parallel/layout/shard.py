@@ -515,14 +515,14 @@ def _gather_shapes(local: Tensor | None, over: Over) -> dict[int, Shape]:
     return {rank: tuple(lengths[:dims]) for rank, (_, dims, *lengths) in by_rank.items()}
 
 
-def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
-    """Convert indices of the elements of a dim that ``axis`` shards to indices into this rank's shard.
+def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, *axes: str) -> tuple[Tensor, Tensor]:
+    """Convert indices of the elements of a dim that ``axes`` shard jointly to indices into this rank's shard.
 
     Return (indices, mask). The mask is True for elements in the shards of other ranks, whose index is 0. If a value of
     ``index`` is not in 0..length-1, the returned index is outside the shard on every rank, so that a lookup fails as in
     the dense model. ``length`` is the length of the full dim.
     """
-    ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
+    ((start, piece),) = cut_spans(((0, length),), registry.size(*axes), registry.rank(*axes), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
     return (index - start).masked_fill(elsewhere, 0), elsewhere
 

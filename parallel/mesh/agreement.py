@@ -53,14 +53,14 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
         except NotPicklableError as caught:  # raised before the collective, in which the other ranks wait
             error = caught
             gathered = all_gather_objects((current_call(), caught), world, registry.device)
-        calls, values = zip(*gathered, strict=True)
-        check_same_call(calls)
+        check_same_call([call for call, _ in gathered])
         if error is not None:
             raise error
+        values = [found for _, found in gathered]
         for rank, found in enumerate(values):
             if isinstance(found, NotPicklableError):
                 raise TypeError(f"rank {rank}: {found}")
-        return list(values)
+        return values
 
 
 def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:

@@ -26,7 +26,18 @@ from lora_models import (
     trained,
 )
 from meshstep.optim import load_checkpoint, save_checkpoint
-from meshstep.parallel import LoRA, P, ProcessGroupRegistry, Topology, add_lora, declare, spec_of, unshard
+from meshstep.parallel import (
+    LoRA,
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    VocabParallelEmbedding,
+    add_lora,
+    declare,
+    shard,
+    spec_of,
+    unshard,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from world import World
@@ -74,6 +85,23 @@ def test_initial_lora_factors_are_equal_in_different_layouts(world: World) -> No
         assert start.keys() == {f"{layer}.lora_{factor}" for layer in LAYERS for factor in "AB"}
         for name, value in start.items():
             assert torch.equal(value, starts[0][name]), name
+
+
+def lookup_over_two_axes() -> tuple[Tensor, Tensor]:
+    """Return the outputs of an adapted embedding whose vocabulary is sharded over two axes, and the expected outputs."""
+    topology = Topology(outer=2, inner=2, aliases={"tensor": ("outer", "inner")})
+    with ProcessGroupRegistry(topology) as registry:
+        adapted_table = LoRA(VocabParallelEmbedding(16, 4, registry), r=2, alpha=2)
+        a, ids = torch.arange(32.0).reshape(2, 16), torch.arange(16)
+        with torch.no_grad():
+            adapted_table.lora_A.copy_(shard(a, P(None, "tensor"), registry))
+        expected = adapted_table.base_layer(ids) + a.t() @ adapted_table.lora_B.t()
+        return adapted_table(ids).detach(), expected.detach()
+
+
+def test_lora_on_embedding_sharded_over_two_axes_adds_product(world: World) -> None:
+    for output, expected in world.run(4, lookup_over_two_axes):
+        torch.testing.assert_close(output, expected)
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------

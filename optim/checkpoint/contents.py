@@ -45,7 +45,7 @@ from ...parallel.mesh.value_checks import (
     python_numbers,
     wrong,
 )
-from ..norm.plan import ParameterEntry, ReductionPlan, entries_of, logical_shape
+from ..norm.plan import ReductionPlan, entries_of, logical_shape
 from ..norm.plan_agreement import Summary, agree
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE
@@ -57,6 +57,19 @@ if TYPE_CHECKING:
     from ..whole.optimizer import WholeOptimizer
 
 # The parameters of a model, under names that are equal on every rank and in every layout ------------------------------
+
+
+class NamedShard(NamedTuple):
+    """This rank's shard of a parameter or declared buffer: its logical name, local tensor, and region of the full tensor.
+
+    ``is_saved`` is False for a tied parameter that an earlier pipeline stage saves. Stages may shard it differently, and
+    shards of different layouts would overlap.
+    """
+
+    name: str
+    tensor: Tensor
+    region: Region
+    is_saved: bool
 
 
 class LogicalParameters:
@@ -72,69 +85,54 @@ class LogicalParameters:
     Collectives: object all-gathers; none with one rank.
 
     Attributes:
-        names: The logical names in `regions` of all ranks. The list is equal on every rank.
-        regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer of this
-            rank.
+        names: The logical names in `shards` of all ranks. The list is equal on every rank.
+        shards: This rank's shard of each parameter and declared buffer.
         buffers: This rank's undeclared persistent buffers, by name in the model.
         buffer_names: The names of all ranks' undeclared persistent buffers.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, trainable_only: bool = False) -> None:
-        self.topology, self.trainable_only = registry.topology, trainable_only
+        topology, self.trainable_only = registry.topology, trainable_only
 
         def declare_parameters() -> tuple[
-            tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]
+            tuple[dict[str, Tensor], list[Tensor], ReductionPlan], tuple[Summary, set[str]]
         ]:
             buffers, held = _parameters_and_buffers(unwrapped(model), trainable_only)
-            plan = self._plan(held, registry.global_rank)
-            return (buffers, held, plan), (Summary.of(plan, names=True), set(buffers))
+            entries = entries_of([list(held.items())], topology)
+            plan = ReductionPlan.of(entries, topology, registry.global_rank)
+            return (buffers, [*held.values()], plan), (Summary.of(plan, names=True), set(buffers))
 
         (self.buffers, held, plan), by_rank = on_all_ranks_with(declare_parameters, registry)
         plan = agree(plan, [summary for summary, _ in by_rank], registry)
         self.names = plan.parameter_names
         self.buffer_names = {name for _, buffers in by_rank for name in buffers}
-        self._index: dict[int, int] = {}
-        self.regions = on_all_ranks(lambda: self._regions(list(held.values()), plan), registry)
-        self._first = [_saves_tied_parameter(entry, plan) for entry in plan.entries]
+        self._shard_of: dict[int, NamedShard] = {}
+        self.shards = on_all_ranks(lambda: self._make_shards(held, plan), registry)
 
-    def _regions(self, held: list[Tensor], plan: ReductionPlan) -> list[tuple[str, Tensor, Region]]:
-        regions: list[tuple[str, Tensor, Region]] = []
+    def _make_shards(self, held: list[Tensor], plan: ReductionPlan) -> list[NamedShard]:
+        """Return the shards of the tensors ``held``; raise ValueError if the shape of one does not fit its spec."""
+        shards, topology = [], plan.topology
         for entry, slot, tensor in zip(plan.entries, plan.parameter_slots, held, strict=True):
-            local = local_parameter(tensor, self.topology)
-            self._index[id(tensor)] = self._index[id(local)] = len(regions)
-            regions.append((self.names[slot], local.detach(), self._region(tensor, local, entry, plan)))
-        return regions
+            local = local_parameter(tensor, topology)
+            full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), topology)
+            region = Region.of_shard(full, local.shape, entry.spec, topology, plan.coordinate, entry.name)
+            tied = ((axis, entry.spec.tied_coordinates(axis, topology)) for axis, _ in entry.spec.tied)
+            is_saved = all(plan.coordinate[axis] == where[0] for axis, where in tied)
+            shard = NamedShard(self.names[slot], local.detach(), region, is_saved)
+            self._shard_of[id(tensor)] = self._shard_of[id(local)] = shard
+            shards.append(shard)
+        return shards
 
-    def _plan(self, held: dict[str, Tensor], rank: int) -> ReductionPlan:
-        return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
-
-    def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """Return the region that the shard ``local`` holds; raise ValueError if its shape does not fit ``entry``."""
-        full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
-        return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
-
-    def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
-        """Iterate over the items of `regions`, except tied parameters that an earlier pipeline stage saves."""
-        return (held for held, first in zip(self.regions, self._first, strict=True) if first)
-
-    def is_first(self, param: Tensor) -> bool:
-        """Return False if ``param`` is tied and an earlier pipeline stage saves it, else True."""
-        return self._first[self._find(param)]
-
-    def of(self, param: Tensor) -> tuple[str, Region]:
-        """Return the logical name of a model parameter, and its region of the full tensor."""
-        name, _, region = self.regions[self._find(param)]
-        return name, region
-
-    def _find(self, param: Tensor) -> int:
-        if id(param) not in self._index:
+    def of(self, param: Tensor) -> NamedShard:
+        """Return this rank's shard of a model parameter."""
+        if id(param) not in self._shard_of:
             annotation = annotation_of(param)
             label = (annotation.name if annotation else None) or "a parameter"
             raise ValueError(
                 f"the optimizer steps {label} of shape {tuple(param.shape)}, which is not in the model; give the full "
                 "model whose parameters the optimizer was made with"
             )
-        return self._index[id(param)]
+        return self._shard_of[id(param)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -172,24 +170,12 @@ def _parameters_and_buffers(model: nn.Module, trainable_only: bool) -> tuple[dic
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
-    return {name: b for name, b in persistent.items() if name not in declared}, {
-        **params,
-        **declared,
-    }
+    undeclared = {name: buffer for name, buffer in persistent.items() if name not in declared}
+    return undeclared, {**params, **declared}
 
 
 def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
-
-
-def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
-    """Return True if the parameter is not tied, or if this rank's stage is the first one that holds it.
-
-    Only the first stage saves a tied parameter. Other stages may shard it differently, and shards of different layouts
-    would overlap.
-    """
-    tied = ((axis, entry.spec.tied_coordinates(axis, plan.topology)) for axis, _ in entry.spec.tied)
-    return all(plan.coordinate[axis] == where[0] for axis, where in tied)
 
 
 # Full tensors in a checkpoint, independent of the layout of the ranks that saved them ---------------------------------
@@ -197,11 +183,11 @@ def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """This rank's parts of a full tensor, by their offsets in the full tensor. The parts do not overlap."""
+    """This rank's parts of a full tensor, by their positions in the full tensor. The parts do not overlap."""
 
     shape: Shape
     dtype: torch.dtype
-    parts: dict[Shape, Tensor]
+    parts: dict[Box, Tensor]
 
 
 @dataclass(frozen=True)
@@ -216,15 +202,10 @@ class HeldTensor:
         return f"a tensor of shape {self.shape}, {str(self.dtype)[6:]}"
 
 
-def boxes_of(tensor: SavedTensor) -> HeldTensor:
-    """Return the full tensor's shape and dtype, and offsets and sizes of this rank's parts, without the elements."""
-    boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
-    return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
-
-
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
     """Return a shard, with its elements in the order of ``region``, as parts: views of ``tensor`` if it is contiguous."""
-    return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
+    parts = {Box(offsets, tuple(part.shape)): part for offsets, part in region.parts(tensor).items()}
+    return SavedTensor(region.full_shape, tensor.dtype, parts)
 
 
 # The optimizer state of a shard, and its use when shards are combined on another mesh ---------------------------------
@@ -260,7 +241,7 @@ class PieceState:
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 found.values[key] = value
-            elif is_scalar(key, value, region):
+            elif is_scalar(key, value, len(region.full_shape)):
                 found.scalars[key] = (_name(value), value.item())
             elif value.shape == piece.shape:
                 found.tensors[key] = _name(value)
@@ -325,12 +306,13 @@ def check_place(value: object, field: str) -> None:
     items(list_of(list_of(items(check_count, check_count))), check_count, check_count)(value, field)
 
 
-def is_scalar(key: str, value: Tensor, region: Region) -> bool:
-    """Return True if the optimizer state ``value`` named ``key`` is one number per shard, such as a step count.
+def is_scalar(key: str, value: Tensor, dims: int) -> bool:
+    """Return True if the state ``value`` named ``key`` of a parameter with ``dims`` dims is one number per shard.
 
-    A 0-dim state of a 0-dim parameter may be a moment. It counts as a number only if ``key`` is in `SCALAR_STATE`.
+    A step count is such a number. A 0-dim state of a 0-dim parameter may be a moment. It counts as a number only if
+    ``key`` is in `SCALAR_STATE`.
     """
-    return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
+    return value.dim() == 0 and (dims > 0 or key in SCALAR_STATE)
 
 
 def scalars_on_host(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -516,15 +498,15 @@ class RankRecord:
 class Stepped(NamedTuple):
     """A tensor that the optimizer steps, with its name and region in the checkpoint.
 
-    ``tensor`` is ``param`` (for a DTensor its local tensor), a shard of it, an offloaded copy, or the float32 master
-    weight of these. ``name`` is the logical name of the parameter, and ``region`` the region that ``tensor`` holds.
+    ``tensor`` is a local model parameter, a shard of it, an offloaded copy, or the float32 master weight of these.
+    ``name`` and ``is_saved`` are those of the parameter's `NamedShard`, and ``region`` is the region that ``tensor`` holds.
     ``whole`` is the full-tensor optimizer that steps ``tensor``; None: another optimizer steps it.
     """
 
-    param: Tensor
     tensor: Tensor
     name: str
     region: Region
+    is_saved: bool
     whole: WholeOptimizer | None
 
 
@@ -556,9 +538,9 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     for position, row in enumerate(optimizer.stepped_tensors()):
         if parameters.trainable_only and not row.leaf.requires_grad:
             continue
-        name, region = parameters.of(row.param)
-        run = region.run(row.offset, row.tensor.numel())
-        stepped[position] = Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor)))
+        shard = parameters.of(row.param)
+        region = shard.region.run(row.offset, row.tensor.numel())
+        stepped[position] = Stepped(row.tensor, shard.name, region, shard.is_saved, whole_of.get(id(row.tensor)))
     return OptimizerState(stepped, state["state"], find_master_weights(rest["weights"]), state["param_groups"], rest)
 
 
@@ -586,7 +568,8 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
 
     Host synchronization: one per undeclared buffer on a device, and those of `scalars_on_host`.
     """
-    tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
+    saved = (shard for shard in parameters.shards if shard.is_saved)
+    tensors = {f"model/{shard.name}": part_of(shard.region, shard.tensor) for shard in saved}
     record = RankRecord()
     for name, buffer in parameters.buffers.items():
         record.buffers[name] = digest(buffer)
@@ -607,7 +590,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
                     "optimizer whose states are tensors"
                 )
             tensors[f"whole/{key}/{stepped.name}"] = whole(value)
-        if parameters.is_first(stepped.param):
+        if stepped.is_saved:
             kept = {key: value for key, value in kept.items() if key not in shared}
             own = PieceState.of(kept, stepped.tensor, stepped.region)
             record.pieces.setdefault(stepped.name, {})[place_of(stepped.region)] = own
@@ -625,7 +608,7 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
 
 
 def initial_states(
-    parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
+    state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, SavedTensor]]:
     """Yield (key of the checkpoint, initial values) for states that this rank's shards lack and other shards have.
 
@@ -634,7 +617,7 @@ def initial_states(
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
     for stepped in state.stepped.values():
-        if parameters.is_first(stepped.param):
+        if stepped.is_saved:
             for key, dtype in pieces.missing(stepped.name, stepped.region):
                 first = torch.full((), first_value(*group_of[id(stepped.tensor)], key), dtype=dtype)
                 yield f"state/{key}/{stepped.name}", part_of(stepped.region, first.expand(stepped.tensor.shape))
@@ -642,14 +625,28 @@ def initial_states(
 
 def whole(tensor: Tensor) -> SavedTensor:
     """Return the full tensor ``tensor`` as a `SavedTensor` with one part."""
-    return SavedTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
+    shape = tuple(tensor.shape)
+    return SavedTensor(shape, tensor.dtype, {Box((0,) * len(shape), shape): tensor.detach()})
 
 
 def digest(tensor: Tensor) -> str:
     """Return a hash of the dtype, shape and elements, as a hexadecimal text. Copies all elements to the host."""
-    local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
-    return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()
+    local = on_host(tensor)
+    found = blake2b(repr((local.dtype, tuple(local.shape))).encode(), digest_size=8)
+    found.update(bytes_of(local))
+    return found.hexdigest()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the elements of ``tensor`` as a contiguous CPU tensor, which may share memory with it."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of a contiguous CPU tensor's memory, writable unless empty. Keep the tensor alive while you use it."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 # The records of all ranks, and their use on another mesh --------------------------------------------------------------

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -167,19 +167,17 @@ def record_of(file: Path) -> FileRecord:
     return FileRecord(sum(size for size, _ in sums), tuple(checksum for _, checksum in sums))
 
 
-def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) -> None:
-    """Raise ValueError unless all files match their records; without ``contents``, only their sizes are compared."""
-    for name, expected in files.items():
-        file = directory / name
-        try:
-            size = file.stat().st_size
-            changed = contents and size == expected.size and record_of(file) != expected
-        except OSError as problem:
-            raise ValueError(f"{file} is missing or can't be read: {problem}; {EARLIER}") from problem
-        if size != expected.size:
-            raise ValueError(f"{file} is damaged: it has {size} bytes instead of {expected.size}; {EARLIER}")
-        if changed:
-            raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
+def verify(file: Path, expected: FileRecord, *, contents: bool) -> None:
+    """Raise ValueError unless ``file`` matches its record; without ``contents``, only its size is compared."""
+    try:
+        size = file.stat().st_size
+        changed = contents and size == expected.size and record_of(file) != expected
+    except OSError as problem:
+        raise ValueError(f"{file} is missing or can't be read: {problem}; {EARLIER}") from problem
+    if size != expected.size:
+        raise ValueError(f"{file} is damaged: it has {size} bytes instead of {expected.size}; {EARLIER}")
+    if changed:
+        raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
 
 
 def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
@@ -427,7 +425,7 @@ def files_on_first_rank(function: Callable[[], T], registry: ProcessGroupRegistr
     """
     first = registry.global_rank == 0
     found = files_on_all_ranks(lambda: function() if first else None, registry)
-    return gather_objects(found, registry)[0]  # type: ignore[return-value]
+    return cast("T", gather_objects(found, registry)[0])
 
 
 # The last checkpoint that an optimizer saved or loaded, per path -------------------------------------------------------

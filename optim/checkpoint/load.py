@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import islice
+from itertools import islice, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class Restoration:
         self._check_names(parameters)
         self._model = [
             (tensor, self._allocate(f"model/{name}", region, tensor.shape, tensor.dtype))
-            for name, tensor, region in parameters.regions
+            for name, tensor, region, _ in parameters.shards
         ]
         self._model += [(buffer, self._allocate_buffer(name, buffer)) for name, buffer in parameters.buffers.items()]
         self._own, self._state, self._masters = own, dict[int, dict[str, Any]](), dict[int, Tensor]()
@@ -116,7 +116,7 @@ class Restoration:
     # Comparison with the run ------------------------------------------------------------------------------------------
 
     def _check_names(self, parameters: LogicalParameters) -> None:
-        saved = {parse_key(key)[-1] for key in self._stored if key.startswith("model/")}
+        saved = {name for (name,) in self._parts("model")}
         kind, advice = "parameters", "build the model that was saved"
         if parameters.trainable_only:
             kind, advice = "trainable parameters", f"{advice}, and freeze the parameters that were frozen then"
@@ -218,12 +218,13 @@ class Restoration:
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
         """Return the full-tensor states that this rank keeps for a stepped tensor, by name, uninitialized."""
-        part = stepped.whole
-        keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
-        own = [
-            key for key, name in keys if name == stepped.name and part is not None and part.keeps(stepped.tensor, key)
-        ]
-        return {key: self._allocate_full(f"whole/{key}/{stepped.name}") for key in own}
+        if stepped.whole is None:
+            return {}
+        return {
+            key: self._allocate_full(f"whole/{key}/{name}")
+            for key, name in self._parts("whole")
+            if name == stepped.name and stepped.whole.keeps(stepped.tensor, key)
+        }
 
     def _allocate_masters(self, own: OptimizerState) -> dict[int, Tensor]:
         masters = {position: master for position, master in own.masters.items() if position not in own.stepped}
@@ -364,9 +365,11 @@ def load_checkpoint(
         raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
     with track_call("load_checkpoint", registry):
         root = path_on_all_ranks(path, registry)
-        given = "given" if optimizer is not None else "None"
-        options = {"optimizer=": given, "trainable_only=": bool(trainable_only)}
-        check_same({f"{name} of load_checkpoint": value for name, value in options.items()}, registry)
+        options = {
+            "optimizer= of load_checkpoint": "given" if optimizer is not None else "None",
+            "trainable_only= of load_checkpoint": bool(trainable_only),
+        }
+        check_same(options, registry)
         directory, found = _load_newest(root, _Run(model, optimizer, lr_scheduler, registry, trainable_only))
     if optimizer is not None:
         remember(optimizer, directory)
@@ -432,7 +435,9 @@ class _Run(NamedTuple):
         parameters = LogicalParameters(self.model, registry, self.trainable_only)
         content, own = files_on_all_ranks(lambda: self._content(directory, parameters, saved), registry)
         named = [own.names_in(group) for group in own.groups] if own else []
-        groups = _names_by_group(gather_objects(named, registry))
+        groups = [
+            set[str]().union(*of_ranks) for of_ranks in zip_longest(*gather_objects(named, registry), fillvalue=())
+        ]
         reader = Reader(directory, files)
 
         def fit() -> tuple[Restoration, dict[str, Any] | None]:
@@ -480,15 +485,16 @@ class _Run(NamedTuple):
 
     def take(self, found: _LoadedCheckpoint) -> None:
         """Copy a checkpoint into the run. If the optimizer or the schedule can't load it, the run stays unchanged."""
-        if self.optimizer is not None and found.state is not None:
-            self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
-            on_all_ranks(self.optimizer.zero_grad, self.registry)
+        if self.optimizer is None or found.state is None:
+            found.restoration.write_model()
+            return
+        self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
+        on_all_ranks(self.optimizer.zero_grad, self.registry)
         found.restoration.write_model()
-        if self.optimizer is not None and found.state is not None:
-            # Overwrite the model's weights with the rounded master weights. Split master weights round ties away from
-            # zero, but the saved weights may come from a mode that rounds ties to even.
-            self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
-            self.optimizer.transforms.write_back()
+        # Overwrite the model's weights with the rounded master weights. Split master weights round ties away from zero,
+        # but the saved weights may come from a mode that rounds ties to even.
+        self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
+        self.optimizer.transforms.write_back()
 
     def _take_state(
         self, optimizer: ParallelOptimizer, state: dict[str, Any], schedule: Any, random: dict[str, Any] | None
@@ -603,10 +609,8 @@ def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: Pr
 
     For a file with tensors, only the size is checked here. Its contents are checked when they are read.
     """
-    share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
-    tensors = {name: record for name, record in share.items() if is_tensor_file(name)}
-    verify(directory, tensors, contents=False)
-    verify(directory, {name: record for name, record in share.items() if name not in tensors}, contents=True)
+    for name, record in islice(files.items(), registry.global_rank, None, registry.topology.world_size):
+        verify(directory / name, record, contents=not is_tensor_file(name))
 
 
 def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, schedule: LRScheduler | None) -> None:
@@ -628,9 +632,3 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
             f"the checkpoint was saved with a {content['schedule_kind']}, but lr_scheduler= is a "
             f"{type(schedule).__name__}; give the kind that was saved"
         )
-
-
-def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
-    """Return, per param group, the names of the parameters in it on any rank. ``named`` has them per rank and group."""
-    count = max(len(groups) for groups in named)
-    return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]

@@ -191,7 +191,7 @@ def make_snapshot(
 
     state, tensors, record, common = on_all_ranks(collect_on_rank, registry)
     merged = SharedRecord.merge(gather_objects(record, registry))
-    tensors |= initial_states(parameters, state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
+    tensors |= initial_states(state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
     facts = {**_manifest_entries(optimizer), "trainable_only": trainable_only}
     return Snapshot(tensors, merged, random_state(), common, facts, keep)
 
@@ -298,7 +298,7 @@ def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
     topology = optimizer.registry.topology
     return {
         "precision": optimizer.precision.name,
-        "axes": dict(zip(topology.axes, topology.sizes, strict=True)),
+        "axes": {axis: topology.size(axis) for axis in topology.axes},
         "roles": {axis: topology.role(axis) for axis in topology.axes},
         "torch": torch.__version__,
     }
@@ -451,10 +451,7 @@ def _copy_to_host(snapshot: Snapshot) -> tuple[Snapshot, list[torch.cuda.Event]]
         key: SavedTensor(
             tensor.shape,
             tensor.dtype,
-            {
-                offsets: part.detach().to("cpu", copy=True, non_blocking=part.is_cuda)
-                for offsets, part in tensor.parts.items()
-            },
+            {box: part.detach().to("cpu", copy=True, non_blocking=part.is_cuda) for box, part in tensor.parts.items()},
         )
         for key, tensor in snapshot.tensors.items()
     }

@@ -9,7 +9,6 @@ Checksums are computed while a file is written, and compared while it is read.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from ...parallel.layout.shard import Box, Shape, narrowed
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
-from .contents import HeldTensor, SavedTensor, boxes_of
+from .contents import HeldTensor, SavedTensor, bytes_of, on_host
 from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_on_all_ranks, write_summed
 
 # Index ----------------------------------------------------------------------------------------------------------------
@@ -176,7 +175,8 @@ def write_tensors(
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes, the written parts are copied to the host.
     """
-    by_rank = gather_objects({key: boxes_of(tensor) for key, tensor in tensors.items()}, registry)
+    held = {key: HeldTensor(tensor.shape, tensor.dtype, tuple(tensor.parts)) for key, tensor in tensors.items()}
+    by_rank = gather_objects(held, registry)
     share_of = plan_shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
     rank = registry.global_rank
 
@@ -259,8 +259,8 @@ def _index(
 def _write(tensors: Mapping[str, SavedTensor], share: Mapping[str, Sequence[Box]], stream: SummingStream) -> None:
     for key, boxes in share.items():
         for box in boxes:
-            part = tensors[key].parts[box.offsets].detach().cpu().resolve_conj().resolve_neg().contiguous()
-            stream.write(_bytes_of(part))
+            part = on_host(tensors[key].parts[box])
+            stream.write(bytes_of(part))
 
 
 class Reader:
@@ -284,7 +284,7 @@ class Reader:
         wanted = [
             (place, self.index[key].dtype, box, part)
             for key, tensor in tensors.items()
-            for box, part in zip(boxes_of(tensor).boxes, tensor.parts.values(), strict=True)
+            for box, part in tensor.parts.items()
             for place in _places(key, self.index[key], box)
         ]
         with ExitStack() as opened:
@@ -315,15 +315,6 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
     direct = common.sizes[1:] == row and target.is_contiguous()
     rows = target if direct else torch.empty(common.sizes[:1] + row, dtype=dtype)
     stream.seek(place.start + before * prod(row) * dtype.itemsize)
-    stream.readinto(_bytes_of(rows))
+    stream.readinto(bytes_of(rows))
     if not direct:
         target.copy_(narrowed(rows, common, (common.offsets[0], *place.box.offsets[1:])))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of a contiguous CPU tensor's memory, writable unless empty. Keep the tensor alive while you use it."""
-    return (
-        memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-        if tensor.nbytes
-        else memoryview(b"")
-    )

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...amp.master_weights import SCALAR_STATE
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
@@ -24,7 +23,7 @@ from ..norm.plan import ParameterEntry
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.masters import SplitMasters
 from ..step.wrapped_optimizer import own_calls, parts_of
-from .contents import find_master_weights, portable_entries
+from .contents import find_master_weights, is_scalar, portable_entries
 
 # States of one parameter as DTensors ----------------------------------------------------------------------------------
 
@@ -175,11 +174,6 @@ class ParameterStates:
         return region.of(full)
 
 
-def _layout_of(value: Any) -> str:
-    """Return a text that describes whether a saved state is a DTensor, and its placements."""
-    return f"a DTensor of {value.placements}" if has_dtensors((value,)) else "no DTensor"
-
-
 # The adapter ----------------------------------------------------------------------------------------------------------
 
 _OWN = "meshstep/"  # prefix of meshstep's entries in a param group
@@ -233,7 +227,7 @@ class TorchStates(torch.optim.Optimizer):
         # super().__init__ is not called: param groups and state are properties, computed from the ParallelOptimizer.
         check_is_parallel(optimizer)
         self._optimizer, self.registry = optimizer, optimizer.registry
-        self._parameters = [list(group) for group in self._parameters_by_group()]
+        self._parameters = self._parameters_by_group()
         if not optimizer.state:
             self._make_states()
         self._keys = self._gather_keys()
@@ -260,7 +254,7 @@ class TorchStates(torch.optim.Optimizer):
         """Clear the gradients. torch's state-dict functions call it after they set gradients to create states."""
         self._optimizer.transforms.clear(set_to_none)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Do nothing, because the constructor has created initial states if the optimizer has any.
 
         torch's state-dict functions call it to create states if `state` is empty.
@@ -268,7 +262,7 @@ class TorchStates(torch.optim.Optimizer):
 
     # Locations of states ----------------------------------------------------------------------------------------------
 
-    def _parameters_by_group(self) -> Iterator[Iterator[ParameterStates]]:
+    def _parameters_by_group(self) -> list[list[ParameterStates]]:
         optimizer = self._optimizer
         transforms = optimizer.transforms.transforms
         held: dict[int, list[tuple[int, SteppedTensor]]] = {}
@@ -281,7 +275,7 @@ class TorchStates(torch.optim.Optimizer):
             cut = next((axes for transform in transforms if (axes := transform.sharded_over(local))), None)
             return ParameterStates(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
-        return ((one(param) for param in group) for group in optimizer.model_param_groups)
+        return [[one(param) for param in group] for group in optimizer.model_param_groups]
 
     def _make_states(self) -> None:
         """Create initial optimizer states by a step with zero gradients at learning rate 0; then reset changed states."""
@@ -406,7 +400,7 @@ class TorchStates(torch.optim.Optimizer):
             if values:
                 item.spec_and_region()
             for key, (piece, value) in ((key, pair) for key, pairs in values.items() for pair in pairs):
-                if not isinstance(value, Tensor) or _is_number(key, value, piece.tensor):
+                if not isinstance(value, Tensor) or is_scalar(key, value, piece.tensor.dim()):
                     kept = value.double().item() if isinstance(value, Tensor) else value
                     if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
                         first = numbers[item.entry.name][key]
@@ -518,20 +512,24 @@ class TorchStates(torch.optim.Optimizer):
         return found
 
     def _saved_layouts(self, found: list[tuple[ParameterStates, Mapping[str, Any]]]) -> dict[str, str]:
-        """Return texts that say whether saved states are DTensors, by name of the state.
+        """Return texts with the placements of saved states that are DTensors, by name of the state.
 
         Ranks compare these texts, because the collectives in `_parts` depend on them.
         """
         layouts = {}
         for item, saved in found:
             for key in self._keys[item.entry.name]:
-                if key in saved or item.sharded_over is not None:
-                    layouts[f"{key} of {item.entry.name}"] = _layout_of(saved[key]) if key in saved else "missing"
+                name = f"{key} of {item.entry.name}"
+                if key in saved:
+                    value = saved[key]
+                    layouts[name] = f"a DTensor of {value.placements}" if has_dtensors((value,)) else "no DTensor"
+                elif item.sharded_over is not None:
+                    layouts[name] = "missing"
         return layouts
 
     def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
         """Yield (position in the param groups, part of the saved state ``value``) for each shard that this rank steps."""
-        if not isinstance(value, Tensor) or _is_number(key, value, item.local):
+        if not isinstance(value, Tensor) or is_scalar(key, value, item.local.dim()):
             for position, _ in item.held:
                 yield position, value.clone() if isinstance(value, Tensor) else value
             return
@@ -539,10 +537,6 @@ class TorchStates(torch.optim.Optimizer):
         for position, piece in item.held:
             part = local.reshape(-1)[piece.offset : piece.offset + piece.tensor.numel()]
             yield position, part.view(piece.tensor.shape).clone()
-
-
-def _is_number(key: str, value: Tensor, param: Tensor) -> bool:
-    return value.dim() == 0 and (key in SCALAR_STATE or param.dim() > 0)
 
 
 def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:

@@ -51,6 +51,7 @@ from meshstep.optim.step.skips import SkipMonitor
 from meshstep.optim.step.update_request import HostDecision
 from meshstep.optim.whole.optimizer import StepsTaken
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.layout.shard import Box
 from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER
 from meshstep.testing import fake_world
 from set_gradients import run_backward, setting_gradients
@@ -351,9 +352,9 @@ def saving_late() -> Iterator[list[dict[str, Tensor]]]:
     def write(path: Path, snapshot: Snapshot, *_: Any) -> Path:
         written.append(
             {
-                f"{key} {offsets}": part.clone()
+                f"{key} {box}": part.clone()
                 for key, tensor in snapshot.tensors.items()
-                for offsets, part in tensor.parts.items()
+                for box, part in tensor.parts.items()
             }
         )
         return path
@@ -664,7 +665,7 @@ def test_step_counts_on_host_are_right_after_a_step_without_some_gradients(
 
 def saved(device: torch.device) -> tuple[Snapshot, Tensor]:
     weight = torch.linspace(-1, 1, 12).view(3, 4).to(device)
-    tensors = {"weight": SavedTensor((3, 4), weight.dtype, {(0, 0): weight})}
+    tensors = {"weight": SavedTensor((3, 4), weight.dtype, {Box((0, 0), (3, 4)): weight})}
     return Snapshot(tensors, record={}, random={}, common={}, facts={}, keep=1), weight
 
 

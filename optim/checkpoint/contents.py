@@ -723,22 +723,21 @@ class SharedRecord:
 
     def hyper(self, index: int) -> dict[str, Any]:
         """Return this rank's hyper-parameters of param group ``index``."""
-        return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
+        what = f"the hyper-parameters of param group {index}"
+        return self._choose(self.groups[index][1], what, "give all ranks the same values")
 
     def buffer(self, name: str) -> str:
         """Return the hash of this rank's value of the undeclared buffer ``name``."""
-        return self._choose(self.buffers[name], f"the buffer {name}")
+        declare = "declare the buffer's layout with annotate(buffer, P(...))"
+        return self._choose(self.buffers[name], f"the buffer {name}", declare)
 
-    def _choose(self, variants: Variants[T], what: str) -> T:
-        alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
-        chosen = alike or [value for value, _ in variants]
+    def _choose(self, variants: Variants[T], what: str, advice: str) -> T:
+        similar = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
+        chosen = similar or [value for value, _ in variants]
         if len(chosen) > 1:
-            before_saving = "give all ranks the same values"
-            if what.startswith("the buffer"):
-                before_saving = "declare the buffer's layout with annotate(buffer, P(...))"
             raise ValueError(
                 f"{what} differed between ranks of {self._saved!r}, so the value for this rank of {self._now!r} "
-                f"is ambiguous; continue on the mesh of the checkpoint, or {before_saving} before saving"
+                f"is ambiguous; continue on the mesh of the checkpoint, or {advice} before saving"
             )
         return chosen[0]
 

@@ -21,7 +21,7 @@ import shutil
 import stat
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -51,15 +51,10 @@ class FileRecord(NamedTuple):
     crc32: tuple[int, ...]
 
     @classmethod
-    def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """Return the record from its JSON form, [size, checksums]; raise ValueError or TypeError if it is no such pair."""
+    def of_json(cls, value: tuple[int, list[int]]) -> FileRecord:
+        """Return the record from its form in a manifest; raise ValueError unless it has one checksum per block."""
         size, checksums = value
-        if (
-            not isinstance(size, int)
-            or size < 0
-            or not isinstance(checksums, list)
-            or len(checksums) != -(-size // BLOCK)
-        ):
+        if len(checksums) != -(-size // BLOCK):
             raise ValueError(f"{value!r:.80} is no file record; it must be a size with one checksum per block")
         return cls(size, tuple(checksums))
 

@@ -211,14 +211,8 @@ class TorchStates(torch.optim.Optimizer):
             `add_param_group`.
     Raises:
         TypeError: ``optimizer`` is not a `ParallelOptimizer`.
-        ValueError: On every rank, in `state_dict`: shards of a parameter have unequal sizes that are not declared. Or a
-            DTensor does not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is
-            neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports
-            all cases except the first.
-    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. If a full-tensor
-        optimizer, such as `Muon`, has no states yet, the constructor also runs the collectives of one step. With
-        `Sharded`, the two methods also run an object all-gather and an all-reduce per state. `load_state_dict` also
-        all-gathers DTensors of another layout, and the weights that `Sharded` writes to the model.
+    Collectives: an object all-gather in the constructor. If a full-tensor optimizer, such as `Muon`, has no states yet,
+        the constructor also runs the collectives of one step.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
     Host synchronization: yes.
     """
@@ -356,8 +350,9 @@ class TorchStates(torch.optim.Optimizer):
 
         Raises:
             ValueError: On every rank: shards of a parameter have unequal sizes that are not declared. Or a DTensor does
-                not support the layout of a parameter. Or a state is neither a number nor of the shard's shape. Or a
-                number differs between shards.
+                not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is neither a
+                number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports all cases
+                except the first.
         Collectives: object all-gathers. With `Sharded`, also an object all-gather and an all-reduce per state.
         Host synchronization: yes.
         """

@@ -247,15 +247,13 @@ class InferredLayout:
 
     def __str__(self) -> str:
         lines = [f"    {pattern!r}: {spec}," for pattern, spec in shortened(self.rules).items()]
-        unknown = "".join(
-            f"\n# {name}: the sharded dims are a guess; pass shapes= to infer" for name in self.dims_unknown
-        )
-        unknown += "".join(
-            f"\n# {name}: inferred from values only; the loss hardly depends on it" for name in self.proof.undecided
-        )
-        unknown += "".join(f"\n# note: {hint}" for hint in self.proof.hints if self.proof.is_correct)
-        wrong = "" if self.proof.is_correct else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
-        return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
+        notes = [f"{name}: the sharded dims are a guess; pass shapes= to infer" for name in self.dims_unknown]
+        notes += [f"{name}: inferred from values only; the loss hardly depends on it" for name in self.proof.undecided]
+        if self.proof.is_correct:
+            notes += [f"note: {hint}" for hint in self.proof.hints]
+        else:
+            notes += str(self.proof).splitlines()
+        return "\n".join(["declare(model, {", *lines, "})", *(f"# {note}" for note in notes)])
 
 
 def infer(
@@ -363,33 +361,27 @@ def _hints_of_near_replicas(
     Host synchronization: one per parameter that may have such shards.
     """
     params = dict(model.named_parameters())
-    sharded = [
-        (known, tuple(axis for axis in found.contracts[known.label].apart if axis not in topology.pipe_axes))
-        for known in found.known
-        if known.label in found.contracts
-    ]
-    sharded = [(known, axes) for known, axes in sharded if axes and not any(s.constant for s in known.seen.values())]
-
-    def deviation(known: KnownParameter) -> Sketch | None:
-        if registry.global_rank not in known.seen:
-            return None
-        value = local_parameter(params[known.name_on(registry.global_rank)], topology).detach().double()
-        return Sketch.of(value - value.mean())
-
-    by_rank = gather_objects([deviation(known) for known, _ in sharded], registry)
+    sharded: list[tuple[KnownParameter, str]] = []
+    own: dict[str, Sketch] = {}
+    for known in found.known:
+        if known.label not in found.contracts or any(seen.constant for seen in known.seen.values()):
+            continue
+        axes = [axis for axis in found.contracts[known.label].apart if axis not in topology.pipe_axes]
+        sharded += [(known, axis) for axis in axes]
+        if axes and registry.global_rank in known.seen:
+            value = local_parameter(params[known.name_on(registry.global_rank)], topology).detach().double()
+            own[known.label] = Sketch.of(value - value.mean())
+    by_rank = gather_objects(own, registry)
     names = []
-    for index, (known, axes) in enumerate(sharded):
-        for axis in axes:
-            pairs = [
-                (by_rank[ranks[0]][index], by_rank[rank][index])
-                for ranks in topology.groups(axis)
-                for rank in ranks[1:]
-                if {ranks[0], rank} <= {*known.seen} and known.seen[ranks[0]].shape == known.seen[rank].shape
-            ]
-            if pairs and all(
-                one is not None and other is not None and one.is_near(other, _NEAR) for one, other in pairs
-            ):
-                names.append(f"{known.label} (along {axis!r})")
+    for known, axis in sharded:
+        pairs = [
+            (by_rank[ranks[0]][known.label], by_rank[rank][known.label])
+            for ranks in topology.groups(axis)
+            for rank in ranks[1:]
+            if {ranks[0], rank} <= {*known.seen} and known.seen[ranks[0]].shape == known.seen[rank].shape
+        ]
+        if pairs and all(one.is_near(other, _NEAR) for one, other in pairs):
+            names.append(f"{known.label} (along {axis!r})")
     if not names:
         return ()
     return (

@@ -74,11 +74,13 @@ def check_data_parallel(
 def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Module) -> None:
     for name, param in model.named_parameters():
         annotation = annotation_of(param)
-        named = annotation.spec.resolve(registry.topology).named_axes if annotation is not None else ()
+        if annotation is None:
+            continue
+        named = annotation.spec.resolve(registry.topology).named_axes
         if over := [axis for axis in registry.topology.data_axes if axis in named]:
             raise ValueError(
                 f"data_parallel={mode!r} assumes that every parameter is replicated over the data axes, but the spec of "
-                f"{name}, {annotation.spec if annotation else None}, contains the data axis {over[0]!r} (perhaps in an "
+                f"{name}, {annotation.spec}, contains the data axis {over[0]!r} (perhaps in an "
                 "alias); give data_parallel=None, 'zero1' or 'zero2', which follow the specs"
             )
 

@@ -85,7 +85,7 @@ class Pipeline:
         self._is_first, self._is_last = (
             any(getattr(s, end) for s in _stages(schedule)) for end in ("is_first", "is_last")
         )
-        self._loss = _Loss.of(schedule, optimizer)
+        self._loss = _Loss(schedule, optimizer)
         if _computes_in_two(schedule):
             _keep_whole(self.modules)
         # torch has no public way to change these attributes of an existing schedule.
@@ -197,21 +197,14 @@ class _Loss:
     `given` has (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
     """
 
-    def __init__(self, criterion: Callable[..., Tensor], schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
-        self.criterion, self._schedule, self._optimizer = criterion, schedule, optimizer
-        self.is_mean = schedule.scale_grads
+    def __init__(self, schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
+        self._schedule, self._optimizer = schedule, optimizer
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @classmethod
-    def of(cls, schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> _Loss:
         given: Any = schedule._loss_fn
-        if not isinstance(given, _Loss):
-            return cls(optimizer.precision.prepare_criterion(given), schedule, optimizer)
-        # The loss function was wrapped for an earlier optimizer: wrap the function inside, which is already prepared for
-        # the precision mode of that optimizer.
-        new = cls(given.criterion, schedule, optimizer)
-        new.is_mean = given.is_mean
-        return new
+        # If it was wrapped for an earlier optimizer, its criterion is already prepared for that optimizer's precision mode.
+        is_wrapped, precision = isinstance(given, _Loss), optimizer.precision
+        self.criterion: Callable[..., Tensor] = given.criterion if is_wrapped else precision.prepare_criterion(given)
+        self.is_mean: bool = given.is_mean if is_wrapped else schedule.scale_grads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.criterion(*args, **kwargs)

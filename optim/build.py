@@ -519,11 +519,8 @@ class Setup:
     def _fixed_order_sum(self, chain: TransformChain, plan: ReductionPlan) -> FixedOrderSum:
         """Return the object that sums gradients over micro-batches and data ranks, except gradients summed in backward."""
         others = {id(param) for param in chain.summed_in_backward()}
-        trained = [
-            param
-            for param, entry in zip(chain.params, plan.entries, strict=True)
-            if entry.trained and id(param) not in others
-        ]
+        params = chain.params_by_entry(plan)
+        trained = [param for entry, param in params if entry.trained and id(param) not in others]
         return FixedOrderSum(trained, self._tree_ranks(), chain.sliced(), self.bucket_bytes)
 
     def _tree_ranks(self) -> TreeRanks:

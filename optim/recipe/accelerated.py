@@ -140,7 +140,7 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
 
     Searches all objects of the process for wrappers, because accelerate does not report which models it wrapped.
     """
-    found = find_misplaced_ddp(optimizer.transforms.params, optimizer.model_plan.entries, optimizer.registry)
+    found = find_misplaced_ddp(optimizer.transforms.params_by_entry(optimizer.model_plan), optimizer.registry)
     if found is not None:
         name, ranks = found
         raise ValueError(

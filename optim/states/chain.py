@@ -30,7 +30,7 @@ from ..gradients.fixed_order import SlicedBucket, TreeRanks
 from ..gradients.in_place import clear_gradients
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.param_table import ParamPosition, ParamTable, make_table
-from ..norm.plan import ReductionPlan, check_unused
+from ..norm.plan import ParameterEntry, ReductionPlan, check_unused
 from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
@@ -817,6 +817,10 @@ class TransformChain:
     @property
     def params(self) -> list[Tensor]:
         return [of.param for of in self.given]
+
+    def params_by_entry(self, model_plan: ReductionPlan) -> list[tuple[ParameterEntry, Tensor]]:
+        """Return each model parameter with its entry in the reduction plan of the model parameters."""
+        return list(zip(model_plan.entries, self.params, strict=True))
 
     # Stepped tensors --------------------------------------------------------------------------------------------------
 

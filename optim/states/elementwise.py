@@ -126,17 +126,14 @@ def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEnt
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
         own = {index for index, group in enumerate(groups) if any(group is of_part for of_part in part.param_groups)}
-        _check_whole(part, [entry for entry in entries if entry.group in own and entry.trained], topology)
-
-
-def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEntry], topology: Topology) -> None:
-    split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
-    if split:
-        names = some((f"{entry.name} ({entry.spec})" for entry in split), 3)
-        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} sharded")
-    named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
-    if topology.size(*{*topology.pipe_axes, *named}) > 1:
-        check_each_alone(optimizer, "ranks hold different parameters")
+        trained = [entry for entry in entries if entry.group in own and entry.trained]
+        split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
+        if split:
+            names = some((f"{entry.name} ({entry.spec})" for entry in split), 3)
+            check_elementwise(part, f"{names} {'is' if len(split) == 1 else 'are'} sharded")
+        named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
+        if topology.size(*{*topology.pipe_axes, *named}) > 1:
+            check_each_alone(part, "ranks hold different parameters")
 
 
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:

@@ -194,7 +194,7 @@ class GradientCompletion:
         seen = seen._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
         found = None
         if seen.wrong is None:
-            found = find_misplaced_ddp(params, self.table.model_plan.entries, self.chain.registry)
+            found = find_misplaced_ddp(self.chain.params_by_entry(self.table.model_plan), self.chain.registry)
         if found is None:
             return seen
         name, ranks = found
@@ -228,10 +228,10 @@ class GradientCompletion:
             self.table = self.table.with_specs(lambda row: self._with_sums(row.spec, row.param))
             self._buckets = list(self._make_buckets(self.table.plan))
         if self._agreement is not None:
-            topology, entries = self.table.plan.topology, zip(self.table.model_plan.entries, params, strict=True)
+            topology = self.table.plan.topology
             self._agreement.set_replicas(
                 replace(entry, spec=self._with_sums(entry.spec, local_parameter(param, topology)))
-                for entry, param in entries
+                for entry, param in self.chain.params_by_entry(self.table.model_plan)
             )
             if self._in_backward:
                 given = self.chain.given

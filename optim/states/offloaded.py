@@ -83,8 +83,8 @@ class TransferStreams:
 class HostBucket:
     """A bucket of parameters of one dtype and device, with a CPU copy of each parameter.
 
-    Call `start` and `send` only while ``streams`` are open (`TransferStreams.opened`). With ``streams=None``, a CUDA
-    bucket makes new streams.
+    Call `start` and `send` only while ``streams`` are open (`TransferStreams.opened`). Parameters on a CUDA device need
+    streams; for other parameters, ``streams`` is None.
 
     Attributes:
         copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
@@ -96,8 +96,7 @@ class HostBucket:
 
     def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype, streams: TransferStreams | None) -> None:
         self.params, self.device, self._grad_dtype = list(params), params[0].device, grad_dtype
-        self._pinned = self.device.type == "cuda"  # transfers without pinned memory are synchronous
-        self._streams = (streams or TransferStreams(self.device)) if self._pinned else None
+        self._streams, self._pinned = streams, streams is not None  # transfers without pinned memory are synchronous
         self._views_of: list[tuple[int, torch.Size, tuple[int, ...]]] = []  # start, shape and stride in a flat buffer
         self._numel = 0
         for param in params:
@@ -130,7 +129,7 @@ class HostBucket:
         so that masters detect the change.
         """
         with nullcontext() if self._streams is None else self._streams.opened():
-            self._down(self._weights, list(range(len(self.params))), self.params)
+            self._down(self._weights, dict(enumerate(self.params)))
             self.wait()
         torch.autograd.graph.increment_version([self.copies[index] for index in written])
 
@@ -140,12 +139,12 @@ class HostBucket:
 
         Host synchronization: none for parameters on a CUDA device; otherwise the copy is synchronous.
         """
-        self._came = [index for index, param in enumerate(self.params) if param.grad is not None]
-        if self._came:
+        gradients = {index: param.grad for index, param in enumerate(self.params) if param.grad is not None}
+        self._came = list(gradients)
+        if gradients:
             if self._gradients is None:
                 self._gradients = self._flat(self._grad_dtype)
-            gradients = [param.grad for param in self.params if param.grad is not None]
-            self._down(self._gradients, self._came, gradients)
+            self._down(self._gradients, gradients)
 
     def finish(self) -> None:
         """Wait until the gradients have arrived on the CPU, and set the copies' gradients.
@@ -158,19 +157,20 @@ class HostBucket:
             for index in self._came:
                 self.copies[index].grad = views[index]
 
-    def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
+    def _down(self, host: Tensor, tensors: Mapping[int, Tensor]) -> None:
         """Start to copy ``tensors`` to a flat CPU buffer.
 
-        ``which`` has, for each tensor, the index of the parameter at whose position it is written. Positions of other
-        parameters may be overwritten.
+        Each key is the index of the parameter at whose position the tensor is written. Positions of other parameters may
+        be overwritten.
         """
         with nullcontext() if self._streams is None else torch.cuda.stream(self._streams.down):
             if self.device.type == "cpu" or len(self.params) == 1:
-                self._copy([self._views(host)[index] for index in which], tensors)
+                views = self._views(host)
+                self._copy([views[index] for index in tensors], list(tensors.values()))
             else:
                 flat = self._flat_there(host)
                 views = self._views(flat)
-                torch._foreach_copy_([views[index] for index in which], tensors)
+                torch._foreach_copy_([views[index] for index in tensors], list(tensors.values()))
                 host.copy_(flat, non_blocking=self._pinned)
             self._mark()
 

@@ -504,13 +504,12 @@ class Shards(ParamTransform):
         self._late: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces after backward
         self._norm_buckets: set[NormBucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
-        self._names: dict[Tensor, str] = {}
-        self._axes_of: dict[Tensor, tuple[str, ...]] = {}
+        self._sharded: dict[Tensor, _Param] = {}
         self._segments: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        return self._axes_of.get(tensor)
+        return self._sharded[tensor].decision.axes if tensor in self._sharded else None
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
@@ -528,8 +527,7 @@ class Shards(ParamTransform):
         sharded = [param for param in params if param.decision.axes]
         layouts = self._layouts(sharded)
         self._compare_ranks(params)
-        self._axes_of |= {param.tensor: param.decision.axes for param in sharded}
-        self._names |= {param.tensor: param.entry.name for param in sharded}
+        self._sharded |= {param.tensor: param for param in sharded}
         pieces: dict[Tensor, list[tuple[Tensor, int]]] = {param.tensor: [] for param in sharded}
         for layout in layouts:
             members = [sharded[index] for index in layout.indices]
@@ -541,7 +539,7 @@ class Shards(ParamTransform):
         if self.how.gradients:
             if self._reducer is not None:
                 self._reducer.remove_hooks()
-            self._reducer = BackwardReducer(self._names.__getitem__, self._early, self._late)
+            self._reducer = BackwardReducer(lambda param: self._sharded[param].entry.name, self._early, self._late)
         return pieces
 
     def _decision(self, entry: ParameterEntry) -> ShardingDecision:
@@ -646,7 +644,7 @@ class Shards(ParamTransform):
         """Return the reduction plan of the shards. It sums norm contributions also over the axes of `Sharded`."""
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
-            if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
+            if axes := next(filter(None, map(self.sharded_over, at.path)), None):
                 # Gradients are reduced over these axes by `ZeroBucket`, `FixedOrderSum` or torch's data parallelism, or
                 # are equal along them.
                 averaged = (*entry.averaged, *axes)
@@ -717,12 +715,12 @@ class Shards(ParamTransform):
                 shard.piece.grad = shard.gradient
 
     def _check_nothing_came(self) -> None:
-        for param, name in self._names.items():
+        for param, sharded in self._sharded.items():
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{name} got a gradient from a backward that the optimizer did not run, but the optimizer ran another "
-                    "backward of this step: with Sharded(gradients=True), use optimizer.backward(loss) or "
-                    "optimizer.window() for all micro-batches of a step, or for none"
+                    f"{sharded.entry.name} got a gradient from a backward that the optimizer did not run, but the "
+                    "optimizer ran another backward of this step: with Sharded(gradients=True), use "
+                    "optimizer.backward(loss) or optimizer.window() for all micro-batches of a step, or for none"
                 )
 
     def step(self, request: UpdateRequest, update: Update) -> None:

@@ -58,11 +58,12 @@ def check_gradient_reduction(
             "overlap=True": (overlap, "leave overlap out"),
             "compression=...": (compression is not None, "leave compression out"),
         }
-        for argument, instead in ((name, text) for name, (is_given, text) in given.items() if is_given):
-            raise ValueError(
-                f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients after "
-                f"the last backward: leave sum_order='fixed' out, or {instead}"
-            )
+        for argument, (is_given, instead) in given.items():
+            if is_given:
+                raise ValueError(
+                    f"{argument} with sum_order='fixed', with which the optimizer itself sums uncompressed gradients after "
+                    f"the last backward: leave sum_order='fixed' out, or {instead}"
+                )
         if accumulation_steps is None:
             raise ValueError(
                 "sum_order='fixed' must know the number of micro-batches per step: give accumulation_steps=1, or more"
@@ -421,7 +422,7 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 
 
 def find_misplaced_ddp(
-    params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
+    params: Iterable[tuple[ParameterEntry, Tensor]], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
     """Find a `DistributedDataParallel` (DDP) module over ranks that hold different shards of one of its parameters.
 
@@ -430,7 +431,7 @@ def find_misplaced_ddp(
     """
     topology = registry.topology
     sharded: dict[int, tuple[str, tuple[str, ...]]] = {}
-    for param, entry in zip(params, entries, strict=True):
+    for entry, param in params:
         distinct = entry.spec.distinct_axes(topology)
         if topology.size(*distinct) > 1:
             sharded[id(param)] = entry.name, tuple(axis for axis in topology.data_axes if axis not in distinct)

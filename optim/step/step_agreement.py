@@ -245,12 +245,6 @@ class _Class(NamedTuple):
     coefficient: int
     label: int
 
-    @classmethod
-    def of(cls, ranks: Sequence[int], rank: int, kind: str) -> _Class:
-        """Return the set of ``ranks`` (ascending, including this rank, ``rank``) with this rank's coefficient."""
-        size = len(ranks)
-        return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
-
     def term(self, *fact: object) -> int:
         """Return this rank's summand for the value ``fact``. The summands of all ranks of the set cancel if they agree."""
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
@@ -398,8 +392,9 @@ class StepAgreement:
         self.sent = Facts(0, False)
 
     def _class_of(self, ranks: Sequence[int], kind: str) -> _Class:
-        found = _Class.of(ranks, self.registry.global_rank, kind)
-        return found._replace(coefficient=0) if self._is_fake else found
+        """Return the set of ``ranks`` (ascending, including this rank) with this rank's coefficient."""
+        size, is_first = 1 if self._is_fake else len(ranks), self.registry.global_rank == ranks[0]
+        return _Class(0 if size == 1 else 1 - size if is_first else 1, hash_of(kind, tuple(ranks)))
 
     def set_replicas(self, entries: Iterable[ParameterEntry]) -> None:
         """Set `replicated` from the plan's entries, with specs that include the partial axes of DTensor gradients."""

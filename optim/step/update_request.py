@@ -101,7 +101,7 @@ class LowPrecisionOut:
 
 
 class SplitWeights:
-    """The update of split weights, bucket by bucket. A split weight is a bfloat16 weight with an int16 remainder."""
+    """The update of split weights, bucket by bucket."""
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
         self.remainders = remainders

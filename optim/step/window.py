@@ -240,10 +240,8 @@ class Window:
             )
         self.steps, self.scaled, self.alone = steps, scaled, alone
         self.failed, self.last_failure = 0, ""
-        self.has_stale_grads = self.sync_skipped = self.several = self.captured = self.saw_grads = (
-            self.divided_twice
-        ) = False
-        self.entered = self.grads_checked = False
+        self.has_stale_grads = self.sync_skipped = self.saw_grads = self.divided_twice = False
+        self.several = self.captured = self.entered = self.grads_checked = False
         self.micro_batch_weight: float | Tensor | None = None
         self.scale: Tensor | None = None
         self._stepped_with: _Gradient | None = None

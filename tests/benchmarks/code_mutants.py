@@ -577,8 +577,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "`AsyncSaver.save` waits for the previous checkpoint, so that one thread runs at a time",
     (
         "optim/step/step_agreement.py",
-        "rank == ranks[0]",
-        "rank == ranks[1]",
+        "self.registry.global_rank == ranks[0]",
+        "self.registry.global_rank == ranks[1]",
     ): "the coefficients add up to 0 whichever rank has the coefficient 1 - n",
     (
         "optim/states/sharded.py",
@@ -586,20 +586,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._grad_dtype(params[(-1)]), self.how.compression",
     ): "all parameters of a bucket have one dtype",
     (
-        "optim/states/gradient_completion.py",
-        "in_backward: bool = False",
-        "in_backward: bool = True",
-    ): "the only call passes the argument",
-    (
         "optim/norm/global_norm.py",
         "len(values) == 1",
         "len(values) == (0)",
     ): "the sum and the p-norm of one value are the value",
-    (
-        "optim/states/half_states.py",
-        "bucket, numel = [[] for _ in whole], 0",
-        "bucket, numel = [[] for _ in whole], 1",
-    ): "the size of a bucket only bounds memory",
 }
 
 

@@ -631,6 +631,17 @@ def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed:
     optimizer.registry.close()
 
 
+def test_weight_added_and_written_after_a_load_has_its_new_value_as_master() -> None:
+    _, optimizer = one_weight()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    added = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [("added", added)]})
+    with torch.no_grad():
+        added.mul_(3)
+    assert torch.equal(masters_of(optimizer)[1], torch.full((4,), 3.0))
+    optimizer.registry.close()
+
+
 WRITTEN = "weight was written before each of 3 steps in a row.*pruning mask, for example, in the forw"
 
 

@@ -159,7 +159,6 @@ class DynamicLossScale(LossScale):
     ) -> None:
         self._settings = _Settings(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
         _check_scale("init_scale", init_scale, self._settings)
-        _check(init_scale >= SMALLEST, "init_scale", init_scale, _RANGE)
         self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._overflows_left = torch.full((), hysteresis, dtype=torch.int32, device=device)
@@ -204,7 +203,6 @@ class DynamicLossScale(LossScale):
         settings = _Settings(**{name: state[name] for name in names})
         scale, good_steps, overflows_left = state["scale"], state["good_steps"], state["overflows_left"]
         _check_scale("scale", scale, settings)
-        _check(scale >= SMALLEST, "scale", scale, _RANGE)
         interval, hysteresis = settings.growth_interval, settings.hysteresis
         _check(0 <= good_steps < interval, "good_steps", good_steps, f"an integer in 0..{interval - 1}")
         _check(0 <= overflows_left <= hysteresis, "overflows_left", overflows_left, f"an integer in 0..{hysteresis}")
@@ -246,6 +244,7 @@ def _check(valid: bool, name: str, value: object, needed: str) -> None:
 def _check_scale(name: str, scale: float, settings: _Settings) -> None:
     low, high = settings.min_scale, min(settings.max_scale, MAX_FLOAT32)
     _check(low <= scale <= high, name, scale, f"a number in [{low}, {high}], which min_scale and max_scale allow")
+    _check(scale >= SMALLEST, name, scale, _RANGE)
 
 
 def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:

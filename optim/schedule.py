@@ -369,7 +369,14 @@ class WarmupLR(LRScheduler):
         Collectives: none.
         Host synchronization: on a GPU, one if the decision on the previous step is still pending.
         """
-        _check_not_chained(self, receiver_of_caller(ChainedScheduler.step))
+        # Found on the call stack, because a schedule has no reference to the ChainedScheduler that contains it.
+        chained = receiver_of_caller(ChainedScheduler.step)
+        if chained is not None and len(chained._schedulers) > 1:
+            raise TypeError(
+                f"ChainedScheduler multiplies the rates by the factors of its schedules, but {type(self).__name__} "
+                "overwrites the rates; use SequentialLR to run schedules one after another, or write the product of the "
+                "factors as the decay of a single WarmupLR subclass"
+            )
         if self._hold is None or epoch is not None:
             super().step(epoch)
         else:
@@ -486,17 +493,6 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={value!r}: give a whole number of steps >= {least}")
     return int(number)
-
-
-def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) -> None:
-    # ``chained`` is the ChainedScheduler whose `step` calls the schedule's `step`, found on the call stack: a schedule
-    # has no reference to the ChainedScheduler that contains it.
-    if chained is not None and len(chained._schedulers) > 1:
-        raise TypeError(
-            f"ChainedScheduler multiplies the rates by the factors of its schedules, but {type(schedule).__name__} "
-            "overwrites the rates; use SequentialLR to run schedules one after another, or write the product of the "
-            "factors as the decay of a single WarmupLR subclass"
-        )
 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:

@@ -168,18 +168,16 @@ def _working_on(device: torch.device, sample: torch.Tensor) -> Triton | None:
             log.info("GPU kernels: torch's (TRITON_INTERPRET=1 is set, and Triton's interpreter runs on the CPU)")
             return None
         powers = kernels.powers([sample], 2.0)
-        problem = (
-            "" if powers is not None and powers.tolist() == [9.0 * sample.numel()] else "a sum of squares was wrong"
-        )
+        if powers is not None and powers.tolist() == [9.0 * sample.numel()]:
+            return kernels
+        problem = "a sum of squares was wrong"
     except ImportError as error:
         log.info("GPU kernels: torch's (triton can't be imported: %s)", error)
         return None
     except Exception as error:  # Triton raises errors of many classes, for example without a C compiler
         problem = f"{type(error).__name__}: {error}"
-    if problem:
-        log.warning("GPU kernels: torch's, because Triton kernels can't be used here (%s)", problem)
-        return None
-    return kernels
+    log.warning("GPU kernels: torch's, because Triton kernels can't be used here (%s)", problem)
+    return None
 
 
 @cache

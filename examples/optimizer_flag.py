@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,6 @@ from torch import Tensor, nn
 
 Named = Iterable[tuple[str, nn.Parameter]]
 ADAMW_NAMES = ("embed*", "positions", "*bias", "*router*")
-
-
-def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=lr, weight_decay=0.05, fused=True, **options)
 
 
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
@@ -29,24 +26,12 @@ def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
     return Muon(params, 3 * lr, **options, adamw=adamw, adamw_names=ADAMW_NAMES)
 
 
-def _lamb(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    return LAMB(params, 5 * lr, weight_decay=0.05)
-
-
-def _adafactor(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    return Adafactor(params, 5 * lr, weight_decay=0.01)
-
-
-def _soap(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    return SOAP(params, lr, weight_decay=0.05)
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": _adamw,
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.05, fused=True),
     "muon": _muon,
-    "lamb": _lamb,
-    "adafactor": _adafactor,
-    "soap": _soap,
+    "lamb": lambda params, lr: LAMB(params, 5 * lr, weight_decay=0.05),
+    "adafactor": lambda params, lr: Adafactor(params, 5 * lr, weight_decay=0.01),
+    "soap": partial(SOAP, weight_decay=0.05),
 }
 
 

@@ -58,13 +58,12 @@ from torch.distributed.pipelining import (
 )
 from training import Run, check_verify, steps_asked, verdict
 
-SCHEDULES: Mapping[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
+SCHEDULES: Mapping[str, tuple[Any, int]] = {  # the class of each schedule, and its number of stages per rank
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved1f1b": (ScheduleInterleaved1F1B, 2),
+    "zbv": (ScheduleZBVZeroBubble, 2),
 }
-STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2, "zbv": 2}
 
 
 def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -192,7 +191,8 @@ class Trainer:
             train, registry, size, shuffle=True, drop_last=True, seed=options.seed, collate_fn=collate
         )
         self.test_loader = prepare_dataloader(test, registry, size, drop_last=True, collate_fn=collate)
-        stages = STAGES_A_RANK[options.schedule] * registry.size("pipe")
+        kind, per_rank = SCHEDULES[options.schedule]
+        stages = per_rank * registry.size("pipe")
         self.part = Part(registry, own_stages(options.schedule, registry), stages, options)
         made = [
             PipelineStage(
@@ -206,10 +206,7 @@ class Trainer:
         ]
         # scale_grads=False: the loss is a sum, which the step divides by the number of tokens. By default, torch divides
         # by the number of micro-batches.
-        several = STAGES_A_RANK[options.schedule] > 1
-        schedule = SCHEDULES[options.schedule](
-            made if several else made[0], options.accumulate, loss_fn=self.loss_sum, scale_grads=False
-        )
+        schedule = kind(made if per_rank > 1 else made[0], options.accumulate, loss_fn=self.loss_sum, scale_grads=False)
         adamw = torch.optim.AdamW(self.part.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
         self.booster = booster = Booster(
             precision_asked(options), registry, data_parallel_asked(options), max_norm=options.max_norm
@@ -276,7 +273,9 @@ def own_stages(schedule: str, registry: ProcessGroupRegistry) -> list[int]:
     With ``zbv`` the second stages are in reversed order, so the first rank has the first and the last stage.
     """
     rank, ranks = registry.rank("pipe"), registry.size("pipe")
-    return {1: [rank], 2: [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]}[STAGES_A_RANK[schedule]]
+    if SCHEDULES[schedule][1] == 1:
+        return [rank]
+    return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
 
 
 def run(trainer: Trainer) -> None:

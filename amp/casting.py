@@ -94,28 +94,25 @@ class CastInputs:
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
-@dataclass(frozen=True)
-class CastOutputs:
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return cast_floating(output, self.dtype)
+def outputs_to_float32(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Return ``output`` with its floating-point tensors cast to float32. The function is a forward hook."""
+    return cast_floating(output, torch.float32)
 
 
 class Autocast:
-    """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
+    """Callable that runs a function, or a module's ``forward``, under `torch.autocast` to float16.
 
     It is a class and not a closure, because a closure cannot be pickled, and in a deep copy of the module it would call the
     original module's ``forward``. It does not use forward hooks, because an exception in ``forward`` skips hooks that were
     registered without ``always_call=True``, and would leave autocast enabled.
     """
 
-    def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
         update_wrapper(self, function)
-        self._function, self._dtype, self._module = function, dtype, module
+        self._function, self._module = function, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self._device_type(args, kwargs), dtype=self._dtype):
+        with torch.autocast(self._device_type(args, kwargs), dtype=torch.float16):
             return self._function(*args, **kwargs)
 
     def _device_type(self, *arguments: Any) -> str:
@@ -150,20 +147,20 @@ def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
 
     cast_model_(model, wanted)
     model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
-    model.register_forward_hook(CastOutputs(torch.float32))
+    model.register_forward_hook(outputs_to_float32)
 
 
 def autocast_model_(model: nn.Module) -> None:
     """Make ``model.forward`` run under autocast to float16. Half-precision parameters and buffers become float32."""
     lift_half_(model)
-    model.forward = Autocast(model.forward, torch.float16, model)
+    model.forward = Autocast(model.forward, model)
 
 
 def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
     """Return a criterion that runs under autocast to float16. A module is changed in place; a function is wrapped."""
     if not isinstance(criterion, nn.Module):
-        return Autocast(criterion, torch.float16)
-    criterion.forward = Autocast(criterion.forward, torch.float16, criterion)
+        return Autocast(criterion)
+    criterion.forward = Autocast(criterion.forward, criterion)
     return criterion
 
 

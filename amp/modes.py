@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from math import inf
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -178,10 +178,9 @@ def precision_of(precision: str | Precision, argument: str = "precision") -> Pre
         return precision
     if precision in MODES:
         return MODES[precision]()
-    ordered = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
-    names = ", ".join(repr(name) for name in ordered if name in MODES)
     raise ValueError(
-        f"{argument}={precision!r} is not a precision mode; choose from {names}, or give an object such as Bf16()"
+        f"{argument}={precision!r} is not a precision mode; choose from {', '.join(map(repr, MODES))}, or give an object "
+        "such as Bf16()"
     )
 
 

@@ -30,7 +30,6 @@ from .fp8_linear import (
     Fp8Linear,
     Fp8Matmul,
     Fp8RowMatmul,
-    Quantized,
     cache_of,
     cache_rounded,
     check_dtypes,
@@ -66,40 +65,39 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
     if not fits(b):
         return summa(a, b, grid, inner)
     check_dtypes(a, b)
-    scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
-    rounded = round_both(a, E4M3, b, cache_of(b), "summa", scales.registry, scales.axes)
-    x, w = (_Round.apply(each, rounded[which], scales, which) for which, each in enumerate((a, b)))
-    result: Tensor = _Descale.apply(summa(x, w, grid, inner), scales)
+    axes = (grid.row, grid.col, *data_axes)
+    x, w = round_both(a, E4M3, b, cache_of(b), "summa", grid.registry, axes)
+    scales = _Scales(grid.registry, axes, x.inverse_scale * w.inverse_scale)
+    rounded_a = _Round.apply(a, x.values, w.inverse_scale, scales)
+    rounded_b = _Round.apply(b, w.values, x.inverse_scale, scales)
+    result: Tensor = _Descale.apply(summa(rounded_a, rounded_b, grid, inner), scales)
     return result
 
 
 class _Scales:
-    """The inverse scales of one product ``A @ B``: ``operands`` are set in forward, and ``grad`` in backward."""
+    """The inverse scales of one product ``A @ B``: ``product``, and ``grad`` of its gradient, which backward sets."""
 
-    def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:
+    def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...], product: Tensor) -> None:
         self.registry, self.axes = registry, axes
-        self.operands: list[Tensor] = [torch.empty(()), torch.empty(())]
-        self.grad = torch.empty(())
+        self.product, self.grad = product, torch.empty(())
 
 
 class _Round(torch.autograd.Function):
     """Autograd function that returns the scaled 8-bit values of an operand A or B, in the operand's dtype.
 
-    Backward multiplies the operand's gradient by the inverse scale of the other operand, and by the inverse scale of the
-    product's gradient.
+    Backward multiplies the operand's gradient by ``other``, the inverse scale of the other operand, and by the inverse
+    scale of the product's gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Quantized, scales: _Scales, which: int) -> Tensor:
-        ctx.scales, ctx.which = scales, which
-        values, scales.operands[which] = rounded
+    def forward(ctx: Any, x: Tensor, values: Tensor, other: Tensor, scales: _Scales) -> Tensor:
+        ctx.other, ctx.scales = other, scales
         return values.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        other = ctx.scales.operands[1 - ctx.which]
-        return grad.float() * (ctx.scales.grad * other), None, None, None
+        return grad.float() * (ctx.scales.grad * ctx.other), None, None, None
 
 
 class _Descale(torch.autograd.Function):
@@ -111,8 +109,7 @@ class _Descale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Tensor, scales: _Scales) -> Tensor:
         ctx.scales = scales
-        first, second = scales.operands
-        return (product.float() * (first * second)).to(product.dtype)
+        return (product.float() * scales.product).to(product.dtype)
 
     @staticmethod
     @once_differentiable

@@ -203,8 +203,8 @@ def resolve_threshold(threshold: Threshold | None, state: Mapping[str, Tensor]) 
     return threshold(state["steps"]) if callable(threshold) else threshold
 
 
-def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
-    return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
+def initial_step_count(threshold: Threshold | None) -> Mapping[str, Initial]:
+    return {"steps": 0.0} if callable(threshold) else NOTHING
 
 
 def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -115,11 +115,11 @@ class OwnStack(NamedTuple):
 
 
 class TransferSlice(NamedTuple):
-    """A rectangle of one of this rank's shards, and its place in the flat buffer that is sent or received.
+    """A rectangle of a matrix, and its place in the flat buffer that is sent or received.
 
     ``matrix`` is the index of the matrix in its round, ``which`` the index among the tensors that are exchanged per matrix
     (such as 0: weights, 1: gradient). ``box`` is in indices of the full tensor. ``begin`` is the index of its first element
-    in the flat buffer; None if this rank owns the matrix, because its own elements are not sent.
+    in the flat buffer; None if this rank has both the shard and the matrix, so that its elements are not sent.
     """
 
     matrix: int
@@ -127,19 +127,29 @@ class TransferSlice(NamedTuple):
     box: Box
     begin: int | None
 
+    def view_in(self, flat: Tensor) -> Tensor:
+        """Return the view of the rectangle in the flat buffer."""
+        assert self.begin is not None
+        return flat[self.begin : self.begin + prod(self.box.sizes)].view(self.box.sizes)
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """One direction of a round: its elements of this rank's shards, and the sizes of the all-to-all.
+    """One direction of a round: the elements of this rank's shards and matrices, and the sizes of the all-to-all.
+
+    The flat buffer has the elements that this rank exchanges with the first other rank, then with the second, and so on.
+    For each rank, they are ordered by matrix, then by tensor of the matrix, then by rectangle.
 
     Args:
-        slices: This rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
+        of_shards: The rectangles of this rank's shards, by the position of the stepped shard over all param groups.
+        of_matrices: The rectangles of other ranks' shards in the matrices that this rank owns, by index of the matrix.
         sent: Number of elements that this rank sends to each rank of the round.
         received: Number of elements that this rank receives from each rank of the round.
         is_needed: False if no rank of the round sends elements to another rank; equal on all of these ranks.
     """
 
-    slices: Mapping[int, Sequence[TransferSlice]]
+    of_shards: Mapping[int, Sequence[TransferSlice]]
+    of_matrices: Mapping[int, Sequence[TransferSlice]]
     sent: list[int]
     received: list[int]
     is_needed: bool
@@ -194,30 +204,25 @@ class Round:
                     counts[ranks] = counts.get(ranks, 0) + lists * sum(prod(box.sizes) for box in those)
         sent = [counts.get((self._me, rank), 0) for rank in self.ranks]
         received = [counts.get((rank, self._me), 0) for rank in self.ranks]
-        return Transfer(self._slices(boxes, lists), sent, received, bool(counts))
-
-    def _slices(
-        self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
-    ) -> dict[int, list[TransferSlice]]:
-        """Return `Transfer.slices`.
-
-        The flat buffer has the elements that this rank exchanges with the first owner rank, then with the second, and so
-        on. Matrices that this rank owns itself are left out. For each owner rank, the elements are ordered by matrix,
-        then by tensor of the matrix, then by rectangle.
-        """
-        found: dict[int, list[TransferSlice]] = {}
+        of_shards: dict[int, list[TransferSlice]] = {}
         at = 0
         for home in self.ranks:
             for number, matrix in enumerate(self.matrices):
-                if matrix.home != home:
-                    continue
-                for index in range(lists):
+                for which in range(lists) if matrix.home == home else ():
                     for box in boxes(matrix).get(self._me, ()):
-                        place = TransferSlice(number, index, box, None if home == self._me else at)
+                        place = TransferSlice(number, which, box, None if home == self._me else at)
                         for position in self._tensors.positions_of(matrix.tensor, box):  # one position
-                            found.setdefault(position, []).append(place)
+                            of_shards.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
-        return found
+        of_matrices: dict[int, list[TransferSlice]] = {number: [] for number in self._own}
+        at = 0
+        for rank in self.ranks:
+            for number in self._own if rank != self._me else ():
+                for which in range(lists):
+                    for box in boxes(self.matrices[number]).get(rank, ()):
+                        of_matrices[number].append(TransferSlice(number, which, box, at))
+                        at += prod(box.sizes)
+        return Transfer(of_shards, of_matrices, sent, received, bool(counts))
 
     # To the owner rank ----------------------------------------------------------------------------------------------
 
@@ -233,32 +238,23 @@ class Round:
             number: [s[row] for s in tensors] for numbers, tensors in stacks for row, number in enumerate(numbers)
         }
         flat = self._buffer("sent", sum(self._there.sent), device)
-        for positions in _portions(self._there.slices, device):
+        for positions in _portions(self._there.of_shards, device):
             copies: list[tuple[Tensor, Tensor]] = []
             for index, of_list in enumerate(values):
                 for position, value in values_of(of_list, positions).items():
-                    places = self._there.slices[position]
+                    places = self._there.of_shards[position]
                     parts = self._parts(position, value, places)
-                    for number, _, box, begin in (place for place in places if place.which == index):
-                        if begin is None:
-                            target = narrowed(wholes[number][index], box, self.matrices[number].box.offsets)
-                        else:
-                            target = flat[begin : begin + prod(box.sizes)].view(box.sizes)
-                        copies.append((target, parts[box]))
+                    for place in (place for place in places if place.which == index):
+                        is_own = place.begin is None
+                        target = self._view(wholes[place.matrix][index], place) if is_own else place.view_in(flat)
+                        copies.append((target, parts[place.box]))
             _copy(copies)
         arrived = self._exchange("arrived", self._there, flat, device)
 
         def finish() -> list[OwnStack]:
-            elements, at = arrived(), 0
-            copies: list[tuple[Tensor, Tensor]] = []
-            for rank in self.ranks:
-                for number in self._own if rank != self._me else ():
-                    matrix = self.matrices[number]
-                    for whole in wholes[number]:
-                        for box in matrix.sources.get(rank, ()):
-                            part, at = elements[at : at + prod(box.sizes)], at + prod(box.sizes)
-                            copies.append((narrowed(whole, box, matrix.box.offsets), part.view(box.sizes)))
-            _copy(copies)
+            elements = arrived()
+            places = (place for of_matrix in self._there.of_matrices.values() for place in of_matrix)
+            _copy([(self._view(wholes[place.matrix][place.which], place), place.view_in(elements)) for place in places])
             wholes.clear()
             return stacks
 
@@ -290,20 +286,14 @@ class Round:
         dtype, and yields the positions of the shards that it has written.
         """
         flat = self._buffer("sent back", sum(self._back.sent), device)
-        begins = self._begins()
         stays: dict[int, Tensor] = {}
         for numbers, tensors in stacks:
             copies: list[tuple[Tensor, Tensor]] = []
             found = compute([self.matrices[number] for number in numbers], tensors)
             for number, made in zip(numbers, found, strict=True):
-                matrix = self.matrices[number]
                 # contiguous, because copies of parts of a transposed matrix are slow
                 stays[number] = made = made.contiguous()
-                for rank in self.ranks:
-                    for box in matrix.holders.get(rank, ()) if rank != self._me else ():
-                        begin = begins[number, rank, box]
-                        part = narrowed(made, box, matrix.box.offsets)
-                        copies.append((flat[begin : begin + prod(box.sizes)].view(box.sizes), part))
+                copies += ((place.view_in(flat), self._view(made, place)) for place in self._back.of_matrices[number])
             _copy(copies)
         arrived = self._exchange("arrived back", self._back, flat, device)
 
@@ -312,34 +302,26 @@ class Round:
             for positions in _portions(self.positions, device):
                 copies: list[tuple[Tensor, Tensor]] = []
                 for position in positions:  # includes empty shards, which need a result tensor too
-                    places = self._back.slices.get(position, ())
+                    places = self._back.of_shards.get(position, ())
                     if position not in results:
                         shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
                         results[position] = torch.empty(shape, dtype=dtype, device=device)
                     parts = self._parts(position, results[position], places)
-                    for number, _, box, begin in places:
-                        if begin is None:
-                            part = narrowed(stays[number], box, self.matrices[number].box.offsets)
-                        else:
-                            part = elements[begin : begin + prod(box.sizes)].view(box.sizes)
-                        copies.append((parts[box], part))
+                    for place in places:
+                        is_own = place.begin is None
+                        part = self._view(stays[place.matrix], place) if is_own else place.view_in(elements)
+                        copies.append((parts[place.box], part))
                 _copy(copies)
                 yield positions
             stays.clear()
 
         return finish
 
-    def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """Return {(matrix index, receiving rank, rectangle): index in the send buffer of the first element}."""
-        found, at = {}, 0
-        for rank in self.ranks:
-            for number in self._own if rank != self._me else ():
-                for box in self.matrices[number].holders.get(rank, ()):
-                    found[number, rank, box] = at
-                    at += prod(box.sizes)
-        return found
-
     # Both directions ------------------------------------------------------------------------------------------------
+
+    def _view(self, whole: Tensor, place: TransferSlice) -> Tensor:
+        """Return the view of a rectangle in ``whole``, a full tensor of its matrix."""
+        return narrowed(whole, place.box, self.matrices[place.matrix].box.offsets)
 
     def _parts(self, position: int, value: Tensor, places: Sequence[TransferSlice]) -> dict[Box, Tensor]:
         """Return {rectangle: view of its elements in ``value``} for the rectangles in ``places``."""

@@ -316,7 +316,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         counted = []
         self._skip_flags = {}
         try:
-            slots = self._slots(getattr(self, "grad_scale", None))
+            slots = self._slots()
             # Of these, no rank has a gradient of the full tensor, or only the device knows whether one has.
             idle = [slot for slot in slots if slot.param.grad is None or slot.param in self.skip_of]
             kept = [_Kept(slot, self.skip_of.get(slot.param)) for slot in idle]
@@ -428,8 +428,8 @@ class WholeOptimizer(torch.optim.Optimizer):
                 for slot in of_kind:
                     self.write(slot.state["step"], slot.step.to(dtype))
 
-    def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
-        alone = self.tensors.registry is None
+    def _slots(self) -> list[Slot]:
+        alone, grad_scale = self.tensors.registry is None, getattr(self, "grad_scale", None)
         slots: list[Slot] = []
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         if len(pairs) != len(self.tensors.tensors):

@@ -524,11 +524,11 @@ class WholeTensors:
         shape, boxes = self.tensors[position].shape, self._stepped[position].canonical_boxes
         if boxes is None:
             return value.reshape(shape).double().sum(dims, keepdim=True) if dims else value.reshape(shape).double()
-        whole = _collapsed(Box((0,) * len(shape), shape), dims).sizes
+        whole = _collapse(Box((0,) * len(shape), shape), dims).sizes
         result = torch.zeros(whole, dtype=torch.float64, device=value.device)
         for box, part in self.views(position, value, boxes):
             summed = part.double().sum(dims, keepdim=True) if dims else part.double()
-            narrowed(result, _collapsed(box, dims)).add_(summed)
+            narrowed(result, _collapse(box, dims)).add_(summed)
         return result
 
     # Sums of many tensors, with few kernels -------------------------------------------------------------------------
@@ -611,10 +611,10 @@ class WholeTensors:
 
         if boxes is None:
             return total(stack.view(len(positions), *shape)).unbind()
-        whole = _collapsed(Box((0,) * len(shape), shape), dims).sizes
+        whole = _collapse(Box((0,) * len(shape), shape), dims).sizes
         result = torch.zeros((len(positions), *whole), dtype=torch.float64, device=stack.device)
         for box, part in self.views_of_stack(position, stack, boxes):
-            narrowed(result, _collapsed(box, dims)).add_(total(part))
+            narrowed(result, _collapse(box, dims)).add_(total(part))
         return result.unbind()
 
     def outer_products(self, position: int, left: Tensor, right: Tensor, into: Tensor) -> None:
@@ -630,7 +630,7 @@ class WholeTensors:
         shape = self.tensors[position].shape
         dims = len(shape)
         for box, target in self.views_of_stack(position, into, [Box((0,) * dims, shape)]):
-            rows, columns = narrowed(left, _collapsed(box, (dims - 1,))), narrowed(right, _collapsed(box, (dims - 2,)))
+            rows, columns = narrowed(left, _collapse(box, (dims - 1,))), narrowed(right, _collapse(box, (dims - 2,)))
             torch.mul(rows, columns, out=target)
 
     # Ranks ----------------------------------------------------------------------------------------------------------
@@ -668,7 +668,7 @@ def _power(tensor: Tensor) -> Tensor:
     return norm.square()
 
 
-def _collapsed(box: Box, dims: Sequence[int]) -> Box:
+def _collapse(box: Box, dims: Sequence[int]) -> Box:
     """Return ``box`` with offset 0 and size 1 in ``dims``."""
     offsets = tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets))
     return Box(offsets, tuple(1 if dim in dims else size for dim, size in enumerate(box.sizes)))

@@ -59,8 +59,8 @@ class FileRecord(NamedTuple):
         return cls(size, tuple(checksums))
 
 
-class SummingStream(io.RawIOBase):
-    """Stream that passes written bytes on to a file, and computes the file's block checksums. It can't ``seek``."""
+class SummingStream:
+    """Stream that passes written bytes on to a file, and computes the file's block checksums. `torch.save` accepts it."""
 
     def __init__(self, stream: io.BufferedWriter) -> None:
         self._stream, self._size, self._sums = stream, 0, list[int]()
@@ -75,18 +75,8 @@ class SummingStream(io.RawIOBase):
             self._size += len(part)
         return len(view)
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
     def flush(self) -> None:
-        if not self._stream.closed:  # garbage collection of this object calls flush() after the file was closed
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+        self._stream.flush()
 
     @property
     def record(self) -> FileRecord:
@@ -94,39 +84,22 @@ class SummingStream(io.RawIOBase):
         return FileRecord(self._size, tuple(self._sums))
 
 
-class CheckedStream(io.RawIOBase):
-    """Stream that reads a file, and raises ValueError if a block does not match its checksum in the file's record."""
+class CheckedFile:
+    """Reads a file, and raises ValueError if a block does not match its checksum in the file's record."""
 
     def __init__(self, stream: io.BufferedReader, file: Path, record: FileRecord) -> None:
-        self._stream, self._file, self._record, self._at = stream, file, record, 0
+        self._stream, self._file, self._record = stream, file, record
         self._blocks: OrderedDict[int, memoryview] = OrderedDict()
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._record.size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes read."""
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._record.size - self._at)]
-        for part in _split_at_blocks(view, self._at):
-            index, start = divmod(self._at, BLOCK)
+    def read_into(self, buffer: Any, start: int) -> None:
+        """Fill ``buffer`` with the bytes of the file from byte ``start`` on. The file's record must include them."""
+        for part in _split_at_blocks(memoryview(buffer).cast("B"), start):
+            index, first = divmod(start, BLOCK)
             if len(part) == BLOCK:
                 self._fetch(index, part)
             else:
-                part[:] = self._block(index)[start : start + len(part)]
-            self._at += len(part)
-        return len(view)
+                part[:] = self._block(index)[first : first + len(part)]
+            start += len(part)
 
     def _block(self, index: int) -> memoryview:
         if index not in self._blocks:

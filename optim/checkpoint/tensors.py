@@ -27,7 +27,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
 from .contents import HeldTensor, SavedTensor, bytes_of, on_host
-from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_on_all_ranks, write_summed
+from .directory import EARLIER, CheckedFile, FileRecord, SummingStream, files_on_all_ranks, write_summed
 
 # Index ----------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def index_to_json(index: Mapping[str, Stored]) -> str:
     return json.dumps({"byteorder": sys.byteorder, "tensors": tensors})
 
 
-def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
+def index_of_json(content: bytes | bytearray, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
     """Parse and check an index, and return its entries by key of the tensor.
 
     Raise ValueError, with the path ``where``, if ``content`` is not an index, or refers to bytes that are not in
@@ -272,11 +272,12 @@ class Reader:
     @cached_property
     def index(self) -> dict[str, Stored]:
         """Return the index entries by key of the tensor. The file is read on the first access."""
-        file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
             raise ValueError(f"{self.directory} is damaged, or was tampered with: it has no {INDEX_FILE}; {EARLIER}")
+        file, record = self.directory / INDEX_FILE, self.files[INDEX_FILE]
+        content = bytearray(record.size)
         with open(file, "rb") as stream:
-            content = CheckedStream(stream, file, self.files[INDEX_FILE]).read()
+            CheckedFile(stream, file, record).read_into(content, 0)
         return index_of_json(content, self.files, file)
 
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
@@ -288,13 +289,13 @@ class Reader:
             for place in _places(key, self.index[key], box)
         ]
         with ExitStack() as opened:
-            streams: dict[str, CheckedStream] = {}
+            open_files: dict[str, CheckedFile] = {}
             for place, dtype, box, part in sorted(wanted, key=lambda item: (item[0].file, item[0].start)):
-                if place.file not in streams:
+                if place.file not in open_files:
                     file = self.directory / place.file
                     stream = opened.enter_context(open(file, "rb"))
-                    streams[place.file] = CheckedStream(stream, file, self.files[place.file])
-                _read(streams[place.file], place, dtype, box, part)
+                    open_files[place.file] = CheckedFile(stream, file, self.files[place.file])
+                _read(open_files[place.file], place, dtype, box, part)
 
 
 def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
@@ -305,7 +306,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
     return found
 
 
-def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
+def _read(file: CheckedFile, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
     """Read the elements that the CPU tensor ``part``, of the region ``box``, has in common with a part in a file."""
     common = box.common(place.box)
     target = narrowed(part.detach(), common, box.offsets)
@@ -314,7 +315,6 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
     before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
     direct = common.sizes[1:] == row and target.is_contiguous()
     rows = target if direct else torch.empty(common.sizes[:1] + row, dtype=dtype)
-    stream.seek(place.start + before * prod(row) * dtype.itemsize)
-    stream.readinto(bytes_of(rows))
+    file.read_into(bytes_of(rows), place.start + before * prod(row) * dtype.itemsize)
     if not direct:
         target.copy_(narrowed(rows, common, (common.offsets[0], *place.box.offsets[1:])))

@@ -17,7 +17,7 @@ from checkpoints import content, model_of, optimizer_of, sealed, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.optim.checkpoint.directory import BLOCK, CheckedStream, SummingStream, record_of
+from meshstep.optim.checkpoint.directory import BLOCK, CheckedFile, SummingStream, record_of
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -178,13 +178,14 @@ def test_checksums_do_not_depend_on_sizes_of_writes_and_reads(
     assert summing.record == record_of(file)
     assert summing.record.crc32 == tuple(zlib.crc32(whole[at : at + BLOCK]) for at in range(0, size, BLOCK))
     with open(file, "rb") as stream:
-        checked = CheckedStream(stream, file, summing.record)
+        checked = CheckedFile(stream, file, summing.record)
         for start, stop in data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)), max_size=5)):
-            checked.seek(start)
-            assert checked.read(max(0, stop - start)) == whole[start : max(start, stop)]
+            read = bytearray(max(0, stop - start))
+            checked.read_into(read, start)
+            assert read == whole[start : max(start, stop)]
 
 
-def test_checked_stream_finds_damage_only_in_blocks_it_reads(tmp_path: Path) -> None:
+def test_checked_file_finds_damage_only_in_blocks_it_reads(tmp_path: Path) -> None:
     file = tmp_path / "file"
     whole: Tensor = torch.arange(2 * BLOCK).to(torch.uint8)
     file.write_bytes(whole.numpy().tobytes())
@@ -192,7 +193,7 @@ def test_checked_stream_finds_damage_only_in_blocks_it_reads(tmp_path: Path) -> 
     whole[BLOCK + 5] ^= 1
     file.write_bytes(whole.numpy().tobytes())
     with open(file, "rb") as stream:
-        checked = CheckedStream(stream, file, record)
-        assert len(checked.read(BLOCK)) == BLOCK
+        checked = CheckedFile(stream, file, record)
+        checked.read_into(bytearray(BLOCK), 0)
         with pytest.raises(ValueError, match="is damaged: its content does not match its checksum"):
-            checked.read(1)
+            checked.read_into(bytearray(1), BLOCK)

@@ -93,8 +93,8 @@ def _pipeline(topology: Topology, schedule: str, broken: str) -> tuple[Proof, Pr
     lm = example("pipeline_lm")
     with ProcessGroupRegistry(topology) as registry:
         options = argparse.Namespace(width=8, heads=2, depth=4, seed=0)
-        several = lm.STAGES_A_RANK[schedule]
-        stages = several * registry.size("pipe")
+        kind, per_rank = lm.SCHEDULES[schedule]
+        stages = per_rank * registry.size("pipe")
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         part = lm.Part(registry, lm.own_stages(schedule, registry), stages, options)
@@ -111,7 +111,7 @@ def _pipeline(topology: Topology, schedule: str, broken: str) -> tuple[Proof, Pr
         def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
             return vocab_parallel_cross_entropy(logits, targets, registry, reduction="sum")
 
-        run = lm.SCHEDULES[schedule](made if several > 1 else made[0], 2, loss_fn=loss_sum, scale_grads=False)
+        run = kind(made if per_rank > 1 else made[0], 2, loss_fn=loss_sum, scale_grads=False)
 
         def loss_fn(part: nn.Module) -> Tensor | None:
             losses: list[Tensor] = []

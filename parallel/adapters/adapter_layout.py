@@ -137,10 +137,8 @@ class AdapterLayout:
 
     def _even_shard(self, input: Tensor, dim: int, axes: Axes) -> tuple[int, int, Sequence[Span]]:
         """Return the triple of `input_shards` for a dim that ``axes``, slowest first, shard evenly."""
-        length, index = input.size(dim), 0
-        for axis in axes:
-            index = index * self.registry.size(axis) + self.registry.coordinate[axis]
-        return dim, length * self.registry.size(*axes), ((index * length, length),)
+        length = input.size(dim) * self.registry.size(*axes)
+        return dim, length, P(axes).spans(0, length, self.registry.topology, self.registry.coordinate)
 
     def _feature_spans(self) -> Sequence[Span]:
         """Return the (offset, length) pairs of the input features that this rank's shard of A multiplies."""

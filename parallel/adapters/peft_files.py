@@ -110,9 +110,9 @@ def save_adapter(
     parts = [part for part in by_rank if part is not None]
 
     def write() -> None:
-        stored = _joined([part[0] for part in parts])
-        found = {name: values for part in parts for name, values in part[1].items()}
-        names = sorted({name for part in parts for name in part[2]})
+        stored = _joined([tensors for tensors, _, _ in parts])
+        found = {name: values for _, settings, _ in parts for name, values in settings.items()}
+        names = sorted({name for _, _, saved in parts for name in saved})
         text = json.dumps(_config(found, names, base_model), indent=2)
         if registry.global_rank == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)

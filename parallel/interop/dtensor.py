@@ -427,13 +427,11 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
     for key, param in _keyed(params):
         if isinstance(grad := param.grad, DTensor):
             declared = {*_partial_axes(local_parameter(param))} - {*settled_sums(local_parameter(param))}
-            sums = [axis for axis, has, _ in _zip_placements(param, grad) if _is_sum(has) and axis not in declared]
-            for axis, has, wanted in _zip_placements(param, grad):
+            placements = list(_zip_placements(param, grad))
+            sums = [axis for axis, has, _ in placements if _is_sum(has) and axis not in declared]
+            for axis, has, wanted in placements:
                 _check(param, axis, has, wanted, {*declared, *sums}, declared)
-            _check_slice(
-                param,
-                [axis for axis, has, wanted in _zip_placements(param, grad) if has != wanted and _is_shard(wanted)],
-            )
+            _check_slice(param, [axis for axis, has, wanted in placements if has != wanted and _is_shard(wanted)])
             seen[key] = tuple(sums)
     return seen
 
@@ -645,27 +643,28 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
     """Return the fields of `local_parameters.local_gradients` for lists with DTensors, and cache them on the DTensors."""
     params = list(params)
-    members = [*map(_MEMBERS, params)]
-    seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
-    grads = [param.grad for param in params]
-    if all(seen) and (valid := _valid_columns(params, members, grads, seen, topology)) is not None:
+    valid = _cached_lists(params, topology)
+    if valid is not None:
         return valid
-    found = [
-        (one[0][0], one[1][0], one[2][0])
-        if cached is not None and (one := _valid_columns([param], [own], [grad], [cached], topology)) is not None
-        else _look_up(param, topology, sum_partial)
-        for param, own, grad, cached in zip(params, members, grads, seen, strict=True)
-    ]
-    return [piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found], None
+    found = [_cached_lists([param], topology) or _look_up(param, topology, sum_partial) for param in params]
+    return (
+        [piece for (piece,), _, _, _ in found],
+        [grad for _, (grad,), _, _ in found],
+        [annotation for _, _, (annotation,), _ in found],
+        None,
+    )
 
 
-def _valid_columns(
-    params: list[Any], members: list[Any], grads: list[Any], seen: list[Any], topology: Topology
-) -> LocalLists | None:
+def _cached_lists(params: list[Any], topology: Topology) -> LocalLists | None:
     """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
     The checks are passes over lists in C, because Python code per parameter would be slow.
     """
+    members = [*map(_MEMBERS, params)]
+    seen: list[Any] = [of_param.get(SEEN) for of_param in members]
+    if not all(seen):
+        return None
+    grads = [param.grad for param in params]
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
     except AttributeError:
@@ -682,13 +681,13 @@ def _valid_columns(
     return (list(pieces), local_grads, list(annotations), sizes) if is_valid else None
 
 
-def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:
-    """Return the local parameter, local gradient and annotation of one parameter, without using the cache.
+def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> LocalLists:
+    """Return the result of `of_each` for one parameter, without using the cache.
 
     The result is cached on a DTensor whose gradient is dense, real and in the placements of the parameter.
     """
     if not isinstance(param, DTensor):
-        return param, param.grad, annotation_of(param)
+        return [param], [param.grad], [annotation_of(param)], None
     if sum_partial:
         sum_partial_gradient(param)
     piece, grad = local_parameter(param, topology), param.grad
@@ -697,4 +696,4 @@ def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tens
     if is_plain and isinstance(grad, DTensor) and grad.placements == param.placements:
         valid_for = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
         setattr(param, SEEN, _Seen(piece, annotation, grad._local_tensor.numel(), *valid_for))
-    return piece, local_grad, annotation
+    return [piece], [local_grad], [annotation], None

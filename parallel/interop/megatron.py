@@ -47,8 +47,7 @@ Axes = tuple[str, ...]
 # These mappings give, for each process group, its name here and its attribute in Megatron's ProcessGroupCollection.
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
-_EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
-_FIELDS: Mapping[str, str] = {**_DENSE, **_EXPERT, **_EMBEDDING}
+_FIELDS: Mapping[str, str] = {**_DENSE, **_EXPERT, "embedding": "embd"}
 # The role of each axis in the registry's topology, by the name of the process group of dense parameters.
 _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data", "tensor": "model"}
 
@@ -162,7 +161,8 @@ class Rules:
             # flag, or without DDP, the gradient is summed over data axes only. It stays partial over those axes of the
             # expert-data group that are model axes.
             summed = self._reduced and not getattr(param, "allreduce", True)
-            partial = () if summed else tuple(a for a in self._axes_of("expert_data", name) if self._is_model(a))
+            unsummed = () if summed else self._axes_of("expert_data", name)
+            partial = tuple(axis for axis in unsummed if self._topology.role(axis) == "model")
             return P(*entries, partial=partial), 1
         mean = bool(getattr(param, "average_gradients_across_tp_domain", False))
         pending = mean or self._is_summed(name, param)
@@ -222,9 +222,6 @@ class Rules:
                 "pass it in groups="
             )
         return self._axes[group]
-
-    def _is_model(self, axis: str) -> bool:
-        return self._topology.role(axis) == "model"
 
     def _stages_of(self, embedding: dist.ProcessGroup | None) -> Ranks:
         """Return the pipeline stages that hold the word embedding.

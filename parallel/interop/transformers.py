@@ -67,7 +67,18 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     if experts.size(3) == 1:
         registry = ProcessGroupRegistry.from_device_mesh(dense)
     else:
-        registry = ProcessGroupRegistry(_refine_topology(*dense.shape, *experts.shape[2:]))
+        pp, dp_replicate, fsdp, tp = dense.shape
+        efsdp = experts.size(2)
+        topology = Topology(  # its axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep)
+            pp=pp,
+            dp_replicate=dp_replicate,
+            efsdp=efsdp,
+            fsdp_in_ep=fsdp // efsdp,
+            tp=tp,
+            roles={"fsdp_in_ep": "data"},
+            aliases={"fsdp": ("efsdp", "fsdp_in_ep"), "ep": ("fsdp_in_ep", "tp")},
+        )
+        registry = ProcessGroupRegistry(topology)
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for name, param in model.named_parameters():
         declared = annotation_of(param)
@@ -106,19 +117,6 @@ def sharded_model(model: nn.Module) -> Any:
             "only the model that the optimizer trains"
         )
     return found[0]
-
-
-def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep)."""
-    return Topology(
-        pp=pp,
-        dp_replicate=dp_replicate,
-        efsdp=efsdp,
-        fsdp_in_ep=fsdp // efsdp,
-        tp=tp,
-        roles={"fsdp_in_ep": "data"},
-        aliases={"fsdp": ("efsdp", "fsdp_in_ep"), "ep": ("fsdp_in_ep", "tp")},
-    )
 
 
 def _summed_modules(model: Any) -> dict[nn.Module, Any]:

@@ -120,12 +120,11 @@ class _Summa(torch.autograd.Function):
         return grad_a.finish(), grad_b.finish(), None, None
 
 
-def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None) -> Tensor:
+def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int) -> Tensor:
     """Return this rank's block [m, n/cols] of the distributed matrix product ``A @ B.T``; differentiable once.
 
     ``a`` is this rank's block [m, k/cols] of A, and ``b`` this rank's block [n/rows, k/cols] of B, of the same dtype.
-    ``outer`` is n; None: the number of rows of ``b``, times the number of rows of the grid. The dim n is divided into
-    panels.
+    ``outer`` is n, which is divided into panels.
 
     Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
     panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.
@@ -133,7 +132,6 @@ def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None) -> Ten
     """
     if grid.size == 1:
         return a @ b.t()
-    outer = b.size(0) * grid.registry.size(grid.row) if outer is None else outer
     result: Tensor = _SummaTransposed.apply(a.contiguous(), b.contiguous(), grid, outer)
     return result
 

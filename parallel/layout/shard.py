@@ -563,8 +563,7 @@ def _join(pieces: Sequence[tuple[Tensor, Mapping[str, int]]], spec: P, topology:
     for piece, coordinate in pieces:
         region = Region.of_shard(shape, piece.shape, spec, topology, coordinate)
         for offsets, part in region.parts(piece).items():
-            where = zip(offsets, part.shape, strict=True)
-            full[tuple(slice(offset, offset + length) for offset, length in where)] = part
+            narrowed(full, Box(offsets, tuple(part.shape))).copy_(part)
     return full
 
 

@@ -361,7 +361,8 @@ class P:
             dims: Per tensor dim, the new axes: axis names, or tuples of axes as `joint_dim_axes` returns them. An axis
                 that shards blocks in this spec shards the same blocks in the new spec.
             partial: Axes over which the gradient is partial. None: unchanged.
-            blocks: (axis, relative block lengths) pairs of further axes that shard blocks. Default: no further axes.
+            blocks: (axis, relative block lengths) pairs of further axes that shard blocks; axes that shard no dim are
+                ignored. Default: no further axes.
         """
         sizes = dict(self.blocks) | dict(blocks)
         entries = (tuple(Blocks((a,), sizes[a]) if a in sizes else a for a in map(unwrap_axis, cuts)) for cuts in dims)

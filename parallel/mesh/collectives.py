@@ -277,14 +277,14 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
     return apply(tensor, all_reduce, identity, Over(registry, axes, call="reduce_from"))
 
 
-def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates the shards of all ranks along ``over.dim``.
+def _concatenate(tensor: Tensor, backward_map: Map, over: Over, length: int | None) -> Tensor:
+    """All-gather the shards of all ranks along ``over.dim``, with ``backward_map`` in backward.
 
-    If ``length`` is not None, shards may be uneven: the shard is padded before the map, and the result narrowed to
+    If ``length`` is not None, shards may be uneven: the shard is padded before the all-gather, and the result narrowed to
     ``length``.
     """
     if length is None:
-        return apply(tensor, forward_map, backward_map, over)
+        return apply(tensor, all_gather, backward_map, over)
     chunk, piece = _chunk(length, over)
     if tensor.size(over.dim) != piece:
         raise ValueError(
@@ -292,16 +292,19 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
             f"rank's shard of length={length} over mesh axis {over.axes[0]}={over.size} has length {piece}; give the "
             "length of the full dim, and the shard that shard(uneven=True) or scatter_to(uneven=True) returns"
         )
-    return apply(_pad(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
+    return apply(_pad(tensor, over, chunk), all_gather, backward_map, over).narrow(over.dim, 0, length)
 
 
-def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
-    """Apply a map that splits ``over.dim`` over the ranks; if ``uneven``, the dim is padded, and the result narrowed."""
+def _split(tensor: Tensor, forward_map: Map, over: Over, uneven: bool) -> Tensor:
+    """Apply a map that splits ``over.dim`` over the ranks, with an all-gather in backward.
+
+    If ``uneven``, the dim is padded before the map, and the result narrowed.
+    """
     if not uneven:
-        return apply(tensor, forward_map, backward_map, over)
+        return apply(tensor, forward_map, all_gather, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
     padded = _pad(tensor, over, chunk * over.size)
-    return apply(padded, forward_map, backward_map, over).narrow(over.dim, 0, piece)
+    return apply(padded, forward_map, all_gather, over).narrow(over.dim, 0, piece)
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
@@ -348,7 +351,7 @@ def gather_from(
     Collectives: one all-gather in forward, none in backward.
     Host synchronization: none.
     """
-    return _concatenate(tensor, all_gather, own_slice, along(tensor, registry, axes, dim, "gather_from"), length)
+    return _concatenate(tensor, own_slice, along(tensor, registry, axes, dim, "gather_from"), length)
 
 
 def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
@@ -375,7 +378,7 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
     Collectives: none in forward, one all-gather in backward.
     Host synchronization: none.
     """
-    return _split(tensor, own_slice, all_gather, along(tensor, registry, axes, dim, "scatter_to"), uneven)
+    return _split(tensor, own_slice, along(tensor, registry, axes, dim, "scatter_to"), uneven)
 
 
 def all_gather_to(
@@ -403,7 +406,7 @@ def all_gather_to(
     Collectives: one all-gather in forward, one reduce-scatter in backward.
     Host synchronization: none.
     """
-    return _concatenate(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim, "all_gather_to"), length)
+    return _concatenate(tensor, reduce_scatter, along(tensor, registry, axes, dim, "all_gather_to"), length)
 
 
 def reduce_scatter_to(
@@ -429,7 +432,7 @@ def reduce_scatter_to(
     Collectives: one reduce-scatter in forward, one all-gather in backward.
     Host synchronization: none.
     """
-    return _split(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim, "reduce_scatter_to"), uneven)
+    return _split(tensor, reduce_scatter, along(tensor, registry, axes, dim, "reduce_scatter_to"), uneven)
 
 
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:

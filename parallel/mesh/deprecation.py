@@ -98,8 +98,9 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 
     def decorate(function: Any) -> Any:
         if isinstance(function, type):
-            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
-            return function
+            cls: Any = function
+            cls.__init__ = decorate(cls.__init__)
+            return cls
         name = function.__qualname__.removesuffix(".__init__")
 
         @wraps(function)

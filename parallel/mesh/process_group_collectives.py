@@ -7,7 +7,7 @@ For small objects, `all_gather_objects` issues one all-gather, or on the CPU one
 from __future__ import annotations
 
 import pickle
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,21 +22,17 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
-def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Gather the 1-dim tensor ``own`` of every rank of ``group`` into the 1-dim ``whole``, in the order of the group.
 
-    ``own`` has the same length on all ranks. With ``async_op``, return torch's work object before the collective has
-    finished, else None. Without it, NCCL only makes the CUDA stream wait, not the host.
+    ``own`` has the same length on all ranks. Over NCCL only the CUDA stream waits, not the host.
     """
-    return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
+    getattr(dist, ALL_GATHER)(whole, own, group=group)
 
 
-def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
-    """Sum ``whole`` over all ranks of ``group`` and write this rank's shard of the sum into ``own``.
-
-    Shapes, ``async_op`` and the returned value are those of `all_gather_flat`.
-    """
-    return getattr(dist, REDUCE_SCATTER)(own, whole, group=group, async_op=async_op)
+def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum the 1-dim ``whole`` over all ranks of ``group`` and write this rank's shard of the sum into ``own``."""
+    getattr(dist, REDUCE_SCATTER)(own, whole, group=group)
 
 
 # All-gather of objects ------------------------------------------------------------------------------------------------

@@ -470,9 +470,9 @@ def check_specs(factors: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
     compared. With one rank nothing is checked. ``factors`` are A, B and, with DoRA, the magnitudes.
     """
     topology = layout.registry.topology
+    if topology.world_size == 1:
+        return
     for (name, param), expected in zip(factors, layout.specs.values(), strict=False):
-        if topology.world_size == 1:
-            return
         try:
             declared = spec_of(param, topology)
         except ValueError as error:

@@ -595,7 +595,8 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """Return the (offset, length) spans of this rank's shard of a dim of ``length``, as if ``without`` did not shard it."""
     spec, mesh = placement_spec(param), param.device_mesh
-    indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
+    where = zip(mesh_axes(param), mesh.shape, mesh.get_coordinate() or (), strict=True)
+    indices = {axis: (size, index) for axis, size, index in where}
     spans: tuple[tuple[int, int], ...] = ((0, length),)
     for axis in spec.dim_axes(dim):
         if axis not in without:

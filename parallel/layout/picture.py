@@ -130,18 +130,19 @@ def draw(topology: Topology) -> str:
             "a table, or make the axes smaller"
         )
     parts: list[str] = []
-    left, top, tallest, widest = float(MARGIN), 62.0, 0.0, 0.0
+    cards = cards_of(topology)
+    width, height = cards.panel_size
+    left, top, widest = float(MARGIN), 62.0, 0.0
     for shown in parameters(topology):
-        width, height = panel_size(topology)
         if left > MARGIN and left + width > WIDTH - MARGIN:
-            left, top = float(MARGIN), top + tallest
-        parts += panel(shown, topology, left, top)
-        widest, tallest = max(widest, left + width), height
+            left, top = float(MARGIN), top + height
+        parts += panel(shown, topology, cards, left, top)
+        widest = max(widest, left + width)
         left += width + MARGIN
     sizes = ", ".join(f"{axis}={topology.size(axis)}" for axis in topology.axes)
     title = f"Who holds what: {sizes or 'one rank'}"
     legend = "Filled: the shard of the full tensor that a rank holds. Equal shards have the same colour."
-    bottom = top + tallest + 28
+    bottom = top + height + 28
     parts.append(text(MARGIN, bottom, legend, "quiet"))
     if topology.aliases:
         bottom += 20
@@ -153,52 +154,45 @@ def draw(topology: Topology) -> str:
 # The grids of ranks ----------------------------------------------------------------------------------------------------
 
 
-def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes larger than 1 in two tuples: slower axes, and the two fastest axes, which span a block."""
+class Cards(NamedTuple):
+    """The arrangement of the cards in a panel: blocks of ``rows`` x ``columns`` cards, ``across`` blocks side by side.
+
+    The two fastest axes larger than 1, ``fast``, span a block. There is one block per coordinate on the slower axes,
+    ``slow``. The other attributes are in pixels.
+    """
+
+    slow: tuple[str, ...]
+    fast: tuple[str, ...]
+    rows: int
+    columns: int
+    across: int
+    labels: float  # height of the labels above a block: its coordinate on slower axes, and column numbers
+    block_size: tuple[float, float]
+    panel_size: tuple[float, float]
+
+
+def cards_of(topology: Topology) -> Cards:
     axes = tuple(axis for axis in topology.axes if topology.size(axis) > 1)
-    return axes[:-2], axes[-2:]
-
-
-def block_shape(topology: Topology) -> tuple[int, int]:
-    """Return the number of rows and the number of columns of a block of cards."""
-    _, fast = blocks_of(topology)
-    sizes = [topology.size(axis) for axis in fast]
-    return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
-
-
-def names_above(topology: Topology) -> float:
-    """Return the height in pixels of the labels above a block: its coordinate on slower axes, and column numbers."""
-    return 42 if blocks_of(topology)[0] else 24
-
-
-def panel_size(topology: Topology) -> tuple[float, float]:
-    rows, columns = block_shape(topology)
-    across, down = blocks_across(topology)
-    width = across * (columns * (CARD + BETWEEN) + 34)
-    return max(width, 200), HEAD + down * (rows * (CARD + BETWEEN) + names_above(topology)) + FOOT
-
-
-def blocks_across(topology: Topology) -> tuple[int, int]:
-    """Return the number of columns and the number of rows of blocks in a panel."""
-    rows, columns = block_shape(topology)
+    slow, fast = axes[:-2], axes[-2:]
+    rows, columns = topology.size(*fast[:-1]), topology.size(*fast[-1:])
+    labels = 42 if slow else 24
+    width, height = columns * (CARD + BETWEEN) + 34, rows * (CARD + BETWEEN) + labels
     count = topology.world_size // (rows * columns)
-    most = max(1, int((WIDTH - 2 * MARGIN) // (columns * (CARD + BETWEEN) + 34)))
-    across = min(count, most, 4 if count > 4 else count)
-    return across, -(-count // across)
+    across = min(count, 4, max(1, (WIDTH - 2 * MARGIN) // width))
+    panel_size = max(across * width, 200), HEAD + -(-count // across) * height + FOOT
+    return Cards(slow, fast, rows, columns, across, labels, (width, height), panel_size)
 
 
-def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
+def panel(shown: Shown, topology: Topology, cards: Cards, left: float, top: float) -> Iterator[str]:
     """Iterate over the SVG elements of the panel of a parameter, whose upper left corner is at (``left``, ``top``)."""
-    slow, fast = blocks_of(topology)
-    rows, columns = block_shape(topology)
-    across, _ = blocks_across(topology)
+    slow, fast, rows, columns, across, labels, (block_width, block_height), (_, height) = cards
     yield text(left, top + 18, shown.title, "name")
     yield text(left, top + 38, repr(shown.spec), "code")
     colours: dict[object, str] = {}
     for rank in range(topology.world_size):
         block, inside = divmod(rank, rows * columns)
-        x0 = left + 26 + (block % across) * (columns * (CARD + BETWEEN) + 34)
-        y0 = top + HEAD + names_above(topology) + (block // across) * (rows * (CARD + BETWEEN) + names_above(topology))
+        x0 = left + 26 + (block % across) * block_width
+        y0 = top + HEAD + labels + (block // across) * block_height
         x, y = x0 + inside % columns * (CARD + BETWEEN), y0 + inside // columns * (CARD + BETWEEN)
         where = topology.coordinate(rank)
         if inside == 0 and slow:
@@ -213,7 +207,6 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
         if cells:
             colours.setdefault(piece, COLOURS[len(colours) % len(COLOURS)])
         yield from card(rank, cells_of(shown, topology), cells, colours.get(piece, ""), x, y)
-    _, height = panel_size(topology)
     holders, count = shown.spec.num_replicas(topology), len(colours)
     shards = "the full tensor" if count == 1 else f"{count} shards, each"
     yield text(left, top + height - FOOT + 12, f"{shards} on {holders} rank{'s' if holders > 1 else ''}")

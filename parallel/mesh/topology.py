@@ -77,8 +77,8 @@ _ROLE_BY_NAME: Mapping[str, Role] = {
 Aliases = Mapping[str, tuple[str, ...]]
 
 
-def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]) -> tuple[Role, ...]:
-    """Return the role of each axis, in the order of ``axes``.
+def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]) -> dict[str, Role]:
+    """Return the role of each axis.
 
     The names of an axis are its own name and the aliases that contain it. The role of an axis is the entry of
     ``explicit`` for one of these names. If there is none, it is the default role of one of these names (see
@@ -96,7 +96,7 @@ def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]
             raise ValueError(
                 f"roles= gives {name!r} the role {role!r}; write one of the roles {', '.join(map(repr, get_args(Role)))}"
             )
-    return tuple(_role(axis, names_of(axis, aliases), explicit) for axis in axes)
+    return {axis: _role(axis, names_of(axis, aliases), explicit) for axis in axes}
 
 
 def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Role:
@@ -392,15 +392,19 @@ class Topology:
         sizes = tuple(axes.values())
         atoms_by_alias = dict(resolve_aliases(aliases or {}, tuple(axes)))
         axis_roles = roles_of(axes, atoms_by_alias, roles or {})
-        strides = (prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        by_axis: dict[str, _Axis] = {}
+        stride = prod(sizes)
+        for axis, size in axes.items():
+            stride //= size
+            by_axis[axis] = _Axis(size, stride, axis_roles[axis])
         values = {
             "axes": tuple(axes),
             "sizes": sizes,
-            "roles": axis_roles,
+            "roles": tuple(axis_roles.values()),
             "_aliases": tuple(atoms_by_alias.items()),
             "world_size": prod(sizes),
             "_explicit": frozenset(atom for name in roles or () for atom in atoms_by_alias.get(name, (name,))),
-            "_by_axis": dict(zip(axes, map(_Axis, sizes, strides, axis_roles), strict=True)),
+            "_by_axis": by_axis,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -110,16 +110,16 @@ SMALLEST_NORMAL = 2.0**-14
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
     """Return the sum of squares of each tensor, 0 for None: [n] float64, or float32 on a device without float64."""
     dtype = accumulation_dtype(device)
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for index, tensor in enumerate(tensors):
         if tensor is not None:
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
-    if len(kinds) == 1 and all(tensor is not None for tensor in tensors):
-        return local_powers([tensor for tensor in tensors if tensor is not None], 2.0).to(device, dtype)
+            kinds.setdefault((tensor.device, tensor.dtype), {})[index] = tensor
+    groups = [*kinds.values()]
+    if len(groups) == 1 and len(groups[0]) == len(tensors):
+        return local_powers([*groups[0].values()], 2.0).to(device, dtype)
     found = torch.zeros(len(tensors), dtype=dtype, device=device)
-    for indices in kinds.values():
-        of_kind = local_powers([tensor for index in indices if (tensor := tensors[index]) is not None], 2.0)
-        found[_places(indices, device, constants)] = of_kind.to(device, dtype)
+    for group in groups:
+        found[_places([*group], device, constants)] = local_powers([*group.values()], 2.0).to(device, dtype)
     return found
 
 

@@ -65,6 +65,8 @@ class RecordFile(ReportFile):
 class _RecordPlan(MeasurementPlan):
     """The measurement plan of a recorder.
 
+    ``unknown`` has, per parameter, how many of this rank's shards have an unknown region: [1, parameters].
+
     Collectives: object all-gathers; none with one rank.
     """
 
@@ -79,7 +81,8 @@ class _RecordPlan(MeasurementPlan):
         self.check = ReplicaCheck(self.plan, self.table.grad_tensors, self.device, exact=True, what="weight")
         # Only the first replica of a shard adds its hash.
         self._first = torch.tensor(self.plan.are_first_replicas, dtype=torch.float64).to(self.device)
-        self._unknown = torch.tensor([float(region is None) for region in self.regions], dtype=torch.float64)
+        unknown = torch.tensor([[region is None for region in self.regions]], dtype=torch.float64)
+        self.unknown = self.slots(unknown.to(self.device))
         self.counts_batch = all(
             at == 0 or axis in registry.topology.data_axes
             for axis, at in registry.topology.coordinate(registry.global_rank).items()
@@ -118,10 +121,6 @@ class _RecordPlan(MeasurementPlan):
         Each replica counts equally, so the result is the sketch of the mean of the replicas, if they differ.
         """
         return self.to_parameters(sketches.mT)
-
-    def unknown(self) -> Tensor:
-        """Return per parameter how many of this rank's shards have an unknown region, [1, parameters]."""
-        return self.slots(self._unknown.to(self.device).unsqueeze(0))
 
 
 @dataclass
@@ -194,7 +193,7 @@ class Recorder(StepObserver, ClosedAtExit):
         with track_call("Recorder", registry):
             self._file = on_all_ranks(lambda: self._checked_file(path), registry)
             check_same({"every= of Recorder": every, "seed= of Recorder": seed}, registry)
-            self._plan_anew()
+            self._plan = _RecordPlan(optimizer)
         self.step = 0
         self._begun, self._due = False, False
         self._pending: _Pending | None = None
@@ -215,10 +214,6 @@ class Recorder(StepObserver, ClosedAtExit):
             return RecordFile(path)
         except TypeError:
             raise TypeError(f"path is {path!r}; give the path of the file, a str or an os.PathLike") from None
-
-    def _plan_anew(self) -> None:
-        self._of_plan, self._begun = self.optimizer.model_plan, False
-        self._plan = _RecordPlan(self.optimizer)
 
     def _is_recorded(self, step: int) -> bool:
         return step == 1 or step % self.every == 0
@@ -249,8 +244,8 @@ class Recorder(StepObserver, ClosedAtExit):
     def local_grads(self, window: Window) -> None:
         self.flush()
         self._due = self._is_recorded(self.step + 1)
-        if self._due and self.optimizer.model_plan is not self._of_plan:
-            self._plan_anew()
+        if self._due and self.optimizer.model_plan is not self._plan.source:
+            self._plan, self._begun = _RecordPlan(self.optimizer), False
 
     def reduced_grads(self, window: Window) -> None:
         if not self._due:
@@ -302,7 +297,7 @@ class Recorder(StepObserver, ClosedAtExit):
                 plan.words(weights.hashes),
                 words,
                 plan.words(updates.hashes),
-                plan.unknown(),
+                plan.unknown,
             ]
         )
         replicas = torch.zeros(0, dtype=torch.float64, device=device)

@@ -163,37 +163,6 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     return wire.to(packed.device)
 
 
-@dataclass(frozen=True)
-class WindowDivisor:
-    """The numbers by which the reduced gradients of an accumulation window must be divided to get the mean gradient.
-
-    Args:
-        weights: This rank's summands of the window's weight, [pipeline stages] float64.
-        data_ranks: Number of data ranks over which the gradients are averaged.
-        count: Number by which the gradients must be divided if no micro-batch has a weight.
-        scale: The loss scale that the gradients contain. None: no loss scale.
-    """
-
-    weights: Tensor
-    data_ranks: int = 1
-    count: int = 1
-    scale: Tensor | None = None
-
-    @classmethod
-    def of(cls, window: Window, optimizer: ParallelOptimizer[Any]) -> WindowDivisor:
-        """Return the divisor of the gradients that ``optimizer`` has reduced."""
-        registry = optimizer.registry
-        weights = window_fields(window.weight, registry, optimizer.device).values.clone()
-        ranks = registry.topology.size(*registry.topology.data_axes)
-        if isinstance(optimizer.grad_sync, FixedOrderSync):  # sums over the data ranks, and does not average
-            return cls(weights, 1, window.count * ranks, window.scale)
-        return cls(weights, ranks, window.count, window.scale)
-
-    def inverse(self, totals: Tensor) -> Tensor:
-        """Return the factor for the gradients without the loss scale. ``totals``: `weights`, summed over all ranks."""
-        return inverse_weight(totals, self.data_ranks, self.count)
-
-
 # Largest singular values of sharded matrices, by power iteration ------------------------------------------------------
 
 #     u = W v,    w = W^T u,    sigma = |w| / |u|,    v <- w / |w|
@@ -349,6 +318,37 @@ def _length(vector: Tensor) -> Tensor:
 # Measurement plan: built by all ranks together, and rebuilt when parameters are added to the optimizer ----------------
 
 
+@dataclass(frozen=True)
+class WindowDivisor:
+    """The numbers by which the reduced gradients of an accumulation window must be divided to get the mean gradient.
+
+    Args:
+        weights: This rank's summands of the window's weight, [pipeline stages] float64.
+        data_ranks: Number of data ranks over which the gradients are averaged.
+        count: Number by which the gradients must be divided if no micro-batch has a weight.
+        scale: The loss scale that the gradients contain. None: no loss scale.
+    """
+
+    weights: Tensor
+    data_ranks: int = 1
+    count: int = 1
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, window: Window, optimizer: ParallelOptimizer[Any]) -> WindowDivisor:
+        """Return the divisor of the gradients that ``optimizer`` has reduced."""
+        registry = optimizer.registry
+        weights = window_fields(window.weight, registry, optimizer.device).values.clone()
+        ranks = registry.topology.size(*registry.topology.data_axes)
+        if isinstance(optimizer.grad_sync, FixedOrderSync):  # sums over the data ranks, and does not average
+            return cls(weights, 1, window.count * ranks, window.scale)
+        return cls(weights, ranks, window.count, window.scale)
+
+    def inverse(self, totals: Tensor) -> Tensor:
+        """Return the factor for the gradients without the loss scale. ``totals``: `weights`, summed over all ranks."""
+        return inverse_weight(totals, self.data_ranks, self.count)
+
+
 class MeasurementPlan:
     """The tensors that `Telemetry` or `Recorder` measures, and the sums of the results per logical parameter.
 
@@ -356,6 +356,7 @@ class MeasurementPlan:
     Host synchronization: the same.
 
     Attributes:
+        source: The optimizer's `model_plan`. After the optimizer has replaced it, make a new measurement plan.
         model: The plan of the model parameters, with names.
         table: The stepped tensors. Their ``grad_tensor`` has the measured gradient.
         plan: The plan of the stepped tensors, with one entry per row of `table`.
@@ -366,8 +367,8 @@ class MeasurementPlan:
 
     def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
         self.registry, self.device, self.constants = optimizer.registry, optimizer.device, Constants()
-        model, chain = optimizer.model_plan, optimizer.transforms
-        self.model = model if model.parameter_names else with_names(model, self.registry)
+        self.source, chain = optimizer.model_plan, optimizer.transforms
+        self.model = self.source if self.source.parameter_names else with_names(self.source, self.registry)
         self.table, self.values = chain.table(self.model), chain.values
         self.plan = self.table.plan
         self.slots = Slots(self.plan.parameter_slots, len(self.plan.parameter_names), self.device)
@@ -570,7 +571,7 @@ class Telemetry(StepObserver):
             on_all_ranks(self._check, registry)
             options = {"every": every, "by": by, "spectral": spectral, "noise": noise}
             check_same({f"{key}= of Telemetry": value for key, value in options.items()}, registry)
-            self._plan_anew()
+            self._planned = TelemetryPlan(optimizer, by, spectral, noise)
         self.step = 0
         self.last: Measurement | None = None
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
@@ -592,10 +593,6 @@ class Telemetry(StepObserver):
         if self.noise is not None:
             self.noise.check()
             check_are_local(self.optimizer)
-
-    def _plan_anew(self) -> None:
-        self._of_plan = self.optimizer.model_plan
-        self._planned = TelemetryPlan(self.optimizer, self.by, self.spectral, self.noise)
 
     @property
     def excluded_params(self) -> tuple[str, ...]:
@@ -619,9 +616,9 @@ class Telemetry(StepObserver):
         self._due = (self.step + 1) % self.every == 0
         if not self._due:
             return
-        if self.optimizer.model_plan is not self._of_plan:
-            before = self._planned
-            self._plan_anew()
+        before = self._planned
+        if self.optimizer.model_plan is not before.source:
+            self._planned = TelemetryPlan(self.optimizer, self.by, self.spectral, self.noise)
             if before.spectral is not None and self._planned.spectral is not None:
                 self._planned.spectral.load_state_dict(before.spectral.state_dict())
         if self._planned.local is not None:

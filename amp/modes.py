@@ -48,8 +48,8 @@ class Precision(ABC):
     main_grads: bool = True
     """If True, gradients of half-precision parameters that have float32 master weights accumulate in float32.
 
-    In `ParallelOptimizer`, gradients of DTensors, and gradients that torch's `DistributedDataParallel` reduces, accumulate
-    in the dtype of the parameters anyway.
+    In `ParallelOptimizer`, gradients that torch's `DistributedDataParallel` or `fully_shard` reduces accumulate in the
+    dtype of the parameters anyway.
     """
 
     @property
@@ -270,8 +270,8 @@ class Bf16(Precision):
     Args:
         stochastic_rounding: If True, there are no float32 master weights: the optimizer rounds bfloat16 parameters
             stochastically (`StochasticRounding`). Default: False.
-        main_grads: If True, gradients accumulate in float32, unless ``stochastic_rounding`` is True, the parameter is a
-            DTensor, or torch's `DistributedDataParallel` reduces the gradients. If False, gradients stay bfloat16 until the
+        main_grads: If True, gradients accumulate in float32, unless ``stochastic_rounding`` is True, or torch's
+            `DistributedDataParallel` or `fully_shard` reduces the gradients. If False, gradients stay bfloat16 until the
             step reads them, which saves 2 bytes per element and a pass over memory in backward.
             Sums of gradients are then rounded to bfloat16: over the micro-batches between two steps, and for a weight
             that the model uses twice. Default: True.
@@ -335,9 +335,9 @@ class NaiveFp16(Precision):
             become float16. Default: False.
         init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: Arguments of
             `DynamicLossScale`. Defaults: 2^16, 2.0, 0.5, 1000, 2, 0.0, inf.
-        main_grads: If True, gradients accumulate in float32, unless the parameter is a DTensor, or torch's
-            `DistributedDataParallel` reduces the gradients. If False, gradients stay float16 until the step reads them, and
-            sums over micro-batches are rounded to float16. Default: True.
+        main_grads: If True, gradients accumulate in float32, unless torch's `DistributedDataParallel` or `fully_shard`
+            reduces the gradients. If False, gradients stay float16 until the step reads them, and sums over micro-batches
+            are rounded to float16. Default: True.
     Raises:
         ValueError: An argument of the loss scale is out of range.
     """

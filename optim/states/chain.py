@@ -19,6 +19,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ...amp.casting import is_half
 from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.modes import Precision
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
@@ -460,9 +461,12 @@ class LocalTensors(ParamTransform):
         tensors = [at.tensor for at in positions]
         if not has_dtensors(tensors):
             return {}
-        from ...parallel.interop.dtensor import DTensor, local_parameter
+        from ...parallel.interop.dtensor import DTensor, accumulate_like_piece, local_parameter
 
         new = [(param, local_parameter(param, self._topology)) for param in tensors if isinstance(param, DTensor)]
+        for param, piece in new:
+            if is_half(param) and param.requires_grad:
+                accumulate_like_piece(param, piece)
         known = {id(param) for param, _ in self._pairs}
         self._pairs += [pair for pair in new if id(pair[0]) not in known]
         self.idle = False

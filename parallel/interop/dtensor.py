@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
 
 from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, attach, label_of
 from ..layout.spec import P, cut_spans
@@ -402,8 +403,30 @@ def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
     """Move the gradient of the local parameter ``piece`` to the DTensor ``param``; discard it if ``param`` has one."""
     if piece.grad is not None:
         if param.grad is None:
-            param.grad = _wrap_like(param, piece.grad.to(param.dtype))
+            param.grad = _wrap_like(param, piece.grad.to(param.grad_dtype or param.dtype))
         piece.grad = None
+
+
+def accumulate_like_piece(param: DTensor, piece: nn.Parameter) -> None:
+    """Make backward accumulate ``param.grad`` in ``piece.grad_dtype``, from the second micro-batch on.
+
+    The first gradient of ``param`` is cast. A parameter of `fully_shard` is unchanged: autograd does not accumulate its
+    gradient, and `fully_shard` sets gradients in the parameter's dtype. Only autograd calls the first hook below;
+    `fully_shard` calls hooks of the second kind itself.
+    """
+
+    def before(grad: Tensor) -> None:
+        first.remove()
+        second.append(param.register_post_accumulate_grad_hook(after))
+
+    def after(param: Tensor) -> None:
+        second[0].remove()
+        if piece.grad_dtype not in (None, param.grad_dtype):
+            grad, param.grad = param.grad, None
+            param.grad_dtype = piece.grad_dtype
+            param.grad = None if grad is None else grad.to(piece.grad_dtype)
+
+    first, second = param.register_hook(before), list[RemovableHandle]()
 
 
 def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
@@ -414,7 +437,7 @@ def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
     Collectives: the all-reduces that `share_gradient` issues on other ranks for this parameter.
     """
     if sum_axes := _sharded_sum_axes(piece):
-        _all_reduce(torch.full_like(_zeros(param, sum_axes), torch.nan), param, sum_axes)
+        _all_reduce(torch.full_like(_zeros(param, piece, sum_axes), torch.nan), param, sum_axes)
     piece.grad = torch.full_like(piece, torch.nan, dtype=piece.grad_dtype or piece.dtype)
 
 
@@ -468,7 +491,9 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
     """
     partial_axes, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
-        return _take_slice(_all_reduce(_zeros(param, sum_axes), param, sum_axes), param, sum_axes) if sum_axes else None
+        if not sum_axes:
+            return None
+        return _take_slice(_all_reduce(_zeros(param, piece, sum_axes), param, sum_axes), param, sum_axes)
     given = local = waited(grad._local_tensor)
     follow_version(grad, local)
     coordinate = param.device_mesh.get_coordinate() or ()
@@ -489,11 +514,11 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
         sliced_axes += [axis] if has != wanted and _is_shard(wanted) else []
     _check_slice(param, sliced_axes)
     if to_sum and sum_axes:
-        local = _all_reduce(local, param, sum_axes)
+        local = _all_reduce(local.to(_sum_dtype(param, piece)), param, sum_axes)
     if sliced_axes:
         local = _take_slice(local, param, sliced_axes)
     if not stays_partial and (local is not given or grad.placements != param.placements):
-        param.grad = _wrap_like(param, local)
+        param.grad = _wrap_like(param, local.to(param.grad_dtype or local.dtype))
     return local
 
 
@@ -555,10 +580,15 @@ def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
     return local
 
 
-def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
+def _sum_dtype(param: DTensor, piece: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which all ranks sum a partial gradient, also ranks on which autograd has accumulated none."""
+    return piece.grad_dtype or param.grad_dtype or param.dtype
+
+
+def _zeros(param: DTensor, piece: nn.Parameter, axes: Sequence[str]) -> Tensor:
     """Return zeros for a local gradient of a DTensor parameter, as if ``axes`` did not shard the parameter."""
     shape = [sum(length for _, length in _spans(param, dim, length, axes)) for dim, length in enumerate(param.shape)]
-    return torch.zeros(shape, dtype=param.grad_dtype or param.dtype, device=param.device)
+    return torch.zeros(shape, dtype=_sum_dtype(param, piece), device=param.device)
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from arguments import arguments
 from dtensors import Axes, randn, registry_of
+from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer, ReplicaMismatchError
 from meshstep.parallel import P
 from sequence_parallel import GRID, assert_trained, train_block
@@ -151,6 +152,56 @@ def stepped(axes: Axes, of_param: str, of_steps: list[list[str | None]]) -> list
             optimizer.zero_grad()
             found.append(param.full_tensor().tolist())  # type: ignore[attr-defined]
         return found
+
+
+class Given(torch.autograd.Function):
+    """A function whose backward returns a given gradient, so that autograd accumulates it."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad, None
+
+
+def sharded_sums(with_gradient: int) -> list[float]:
+    """Return the norms of steps whose gradient is partial over the axis that shards the bfloat16 parameter.
+
+    Only the rank ``with_gradient`` has gradients: one of 256 and one of 1 per element.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    with registry_of((("tensor", 2),)) as registry:
+        mesh = registry.device_mesh("tensor")
+        param = nn.Parameter(distribute_tensor(torch.zeros(FULL, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1e-3), registry, precision=Bf16())
+        norms = []
+        for _ in range(2):
+            if registry.global_rank == with_gradient:
+                for value in (256.0, 1.0):
+                    local = torch.full(FULL, value, dtype=torch.bfloat16)
+                    grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+                    optimizer.backward(Given.apply(param, grad))
+            else:
+                optimizer.backward(None)
+                optimizer.backward(None)
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+            optimizer.zero_grad()
+        return norms
+
+
+@pytest.mark.parametrize("with_gradient", [0, 1])
+def test_rank_without_gradient_joins_float32_sum_over_the_axis_that_shards_a_bfloat16_dtensor(
+    world: World, with_gradient: int
+) -> None:
+    """Zeros in bfloat16 on the other rank would not fit the sum."""
+    for norms in world.run(2, sharded_sums, with_gradient):
+        assert norms == pytest.approx([257 * 48**0.5] * 2, rel=1e-6)
 
 
 def eval_placements(text: str) -> list[Any]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dtensors import Axes, randn, registry_of
-from meshstep.optim import ParallelOptimizer, global_norm
+from meshstep.amp import Bf16
+from meshstep.optim import ParallelOptimizer, Sharded, global_norm
 from meshstep.parallel import P, declare
 from sequence_parallel import GRID, assert_trained, parallel_block, train_block
 from world import World
@@ -99,3 +100,46 @@ def loaded() -> str:
 def test_changed_dtensor_weights_with_master_weights_raise(world: World) -> None:
     for found in world.run(2, loaded):
         assert found.startswith("up.weight was changed since the last step")
+
+
+LARGE, SMALL = 256.0, 1.0  # in bfloat16, 256 + 1 is 256
+
+
+def accumulated(precision: Bf16, options: dict[str, Any], unfrozen: bool) -> list[float]:
+    """Return the norms of two steps, each on one large and three small gradients of a bfloat16 model."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    with registry_of(GRID) as registry:
+        model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        parallelize_module(model, registry.device_mesh("tensor"), ColwiseParallel())
+        model.weight.requires_grad_(not unfrozen)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision, accumulation_steps=4, **options)
+        if unfrozen:
+            model.weight.requires_grad_()
+            optimizer.refresh()
+        norms = []
+        for step in range(2):
+            for factor in (LARGE, SMALL, SMALL, SMALL):
+                optimizer.backward(4 * factor * model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+            optimizer.zero_grad(set_to_none=step == 0)
+        return norms
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "unfrozen"),
+    [
+        (Bf16(), {}, False),
+        (Bf16(split_masters=True), {"overlap": True}, False),
+        (Bf16(), {"states": Sharded("data")}, True),
+        (Bf16(), {"states": Sharded("data", gradients=True)}, False),
+    ],
+)
+def test_gradients_of_bfloat16_dtensors_accumulate_in_float32(
+    world: World, precision: Bf16, options: dict[str, Any], unfrozen: bool
+) -> None:
+    for norms in world.run(4, accumulated, precision, options, unfrozen):
+        assert norms == pytest.approx([4 * (LARGE + 3 * SMALL)] * 2, rel=1e-6)

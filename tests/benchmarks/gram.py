@@ -114,7 +114,7 @@ class AtHomes:
         ParallelOptimizer(self.inner, registry)
 
     def step(self) -> None:
-        self.inner.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        self.inner.found_inf = torch.zeros(())
         with mock.patch.object(of_matrix, "uses_gram", return_value=self.gram):
             self.inner.step()
 

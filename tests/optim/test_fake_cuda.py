@@ -352,7 +352,7 @@ def test_2d_layers_use_only_collectives_that_gloo_supports_for_cuda_tensors() ->
             summa(a, b, grid)
             terms = _Reduction(0, grid, "row")
             for k in range(2):
-                terms.add(Part(k, 0, 3), torch.ones(3, 5, device=CUDA))
+                terms.add({"row": Part(k, 0, 3)}, torch.ones(3, 5, device=CUDA))
             terms.finish()
         assert log.collectives
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}

@@ -40,8 +40,10 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
         assert stats is not None
         if b is not None:
             optimizer.param_groups[1]["max_norm"] = 3.0
+            thresholds = optimizer._clipping.thresholds
+            assert thresholds is not None
             with pytest.raises(ValueError, match="Ranks without some of these groups"):
-                optimizer._clipping.thresholds.now(optimizer.param_groups)
+                thresholds.now(optimizer.param_groups)
         return float(a[0]), None if b is None else float(b[0]), float(stats.clip_coef)
 
 

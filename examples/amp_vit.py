@@ -13,7 +13,7 @@ of Caltech-101 from images that come with scikit-learn; the original data set is
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.datasets import Caltech101
 from torchvision.transforms import v2
-from training import Run, once_on_each_machine, steps_asked
+from training import Run, prepare_files, steps_asked
 
 PATCH = 8  # pixels along each side
 
@@ -49,20 +49,6 @@ def open_dataset(options: argparse.Namespace, train: bool) -> Caltech101:
     resize = v2.Resize((options.image_size, options.image_size))
     transform = v2.Compose([v2.RGB(), resize, *augment, *to_tensor])
     return Caltech101(options.data / "sample" if options.sample else options.data, transform=transform)
-
-
-def prepare_files(options: argparse.Namespace) -> None:
-    """Make the sample of ``--sample``, or download Caltech-101 for ``--download``.
-
-    Raises:
-        ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.
-    """
-    if options.sample:
-        once_on_each_machine(lambda: make_caltech101(options.data / "sample"))
-    elif options.download:
-        once_on_each_machine(lambda: Caltech101(options.data, download=True))
-    elif not (options.data / "caltech101").exists():
-        raise ValueError(f"there is no {options.data / 'caltech101'}: give --sample, --download, or another --data")
 
 
 Loader = ShardedDataLoader[tuple[Tensor, int]]
@@ -96,7 +82,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry, self.layers = options, registry, layers_for(registry)
-        prepare_files(options)
+        prepare_files(options, "caltech101", make_caltech101, lambda: Caltech101(options.data, download=True))
         self.booster = booster = Booster(
             precision_asked(options),
             registry,
@@ -122,7 +108,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run all remaining steps."""
-        for images, labels in self.micro_batches():
+        for images, labels in self.run.micro_batches(self.loader):
             patches, local_labels = self.local(images, labels)
             self.optimizer.zero_grad()
             loss = self.criterion(self.model(patches), local_labels)
@@ -130,16 +116,6 @@ class Trainer:
             stats = self.optimizer.step()
             self.schedule.step()
             self.run.note(stats, loss.detach(), count=len(images))
-
-    def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of all remaining steps.
-
-        Of the calls per micro-batch, `step` acts only after the last micro-batch of a batch, and `zero_grad` only before
-        the first one.
-        """
-        for images, labels in self.run.batches(self.loader):
-            count = self.options.accumulate
-            yield from zip(images.chunk(count), labels.chunk(count), strict=True)
 
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Shard a batch over the model axes, and return this rank's patches and labels.

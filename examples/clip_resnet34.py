@@ -16,7 +16,7 @@ small data set in the format of CIFAR-10 from images that come with scikit-learn
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from sample_data import SampleCIFAR10, make_cifar10
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
-from training import Run, once_on_each_machine, steps_asked
+from training import Run, prepare_files, steps_asked
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
@@ -49,22 +49,6 @@ def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
     kind, root = (SampleCIFAR10, options.data / "sample") if options.sample else (CIFAR10, options.data)
     return kind(root, train=train, transform=v2.Compose([*augment, *to_tensor] if train else to_tensor))
-
-
-def prepare_files(options: argparse.Namespace) -> None:
-    """Make or download the files.
-
-    Raises:
-        ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.
-    """
-    if options.sample:
-        once_on_each_machine(lambda: make_cifar10(options.data / "sample"))
-    elif options.download:
-        once_on_each_machine(lambda: CIFAR10(options.data, download=True))
-    elif not (options.data / CIFAR10.base_folder).exists():
-        raise ValueError(
-            f"there is no {options.data / CIFAR10.base_folder}: give --sample, --download, or another --data"
-        )
 
 
 class Trainer:
@@ -79,7 +63,7 @@ class Trainer:
         self.dtype = torch.float64 if options.float64 else torch.float32
         torch.manual_seed(options.seed)
         model = make_resnet34(10, registry, self.dtype)
-        prepare_files(options)
+        prepare_files(options, CIFAR10.base_folder, make_cifar10, lambda: CIFAR10(options.data, download=True))
         sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4, fused=True)
         data_parallel = options.data_parallel or data_parallel_asked(options)
         booster = Booster(precision_asked(options), registry, data_parallel, accumulation_steps=options.accumulate)
@@ -99,7 +83,8 @@ class Trainer:
     def train(self) -> None:
         """Run all remaining steps."""
         self.model.train()
-        for images, labels in self.micro_batches():
+        for batch in self.run.micro_batches(self.loader):
+            images, labels = self.to_device(*batch)
             self.optimizer.zero_grad()
             loss = self.criterion(self.model(images), labels)
             self.booster.backward(loss, self.optimizer)
@@ -107,16 +92,6 @@ class Trainer:
             stats = self.optimizer.step()
             self.schedule.step()
             self.run.note(stats, loss.detach(), count=len(images))
-
-    def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of all remaining steps.
-
-        Of the calls per micro-batch, `step` acts only after the last micro-batch of a batch, and `zero_grad` only before
-        the first one.
-        """
-        for batch in self.run.batches(self.loader):
-            images, labels = self.to_device(*batch)
-            yield from zip(images.chunk(self.options.accumulate), labels.chunk(self.options.accumulate), strict=True)
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return images.to(self.registry.device, self.dtype), labels.to(self.registry.device)

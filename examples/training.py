@@ -61,6 +61,26 @@ def once_on_each_machine(make: Callable[[], object]) -> None:
     dist.barrier()
 
 
+def prepare_files(
+    options: argparse.Namespace, folder: str, make_sample: Callable[[Path], object], download: Callable[[], object]
+) -> None:
+    """Make the sample of ``--sample``, or download the data set for ``--download``.
+
+    Args:
+        folder: The folder in ``--data`` that has the files of the data set.
+        make_sample: Writes the sample into a folder.
+        download: Downloads the data set.
+    Raises:
+        ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.
+    """
+    if options.sample:
+        once_on_each_machine(lambda: make_sample(options.data / "sample"))
+    elif options.download:
+        once_on_each_machine(download)
+    elif not (options.data / folder).exists():
+        raise ValueError(f"there is no {options.data / folder}: give --sample, --download, or another --data")
+
+
 class Run:
     """The steps of one run, from the first step, or from the checkpoint of ``--resume``, to the last.
 
@@ -123,6 +143,16 @@ class Run:
                     if self.done >= self.steps:
                         break
         self.seconds = time.perf_counter() - start
+
+    def micro_batches(self, loader: ShardedDataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of all remaining steps, as (images, labels).
+
+        Of the calls per micro-batch, `step` acts only after the last micro-batch of a batch, and `zero_grad` only before
+        the first one.
+        """
+        count = self.options.accumulate
+        for images, labels in self.batches(loader):
+            yield from zip(images.chunk(count), labels.chunk(count), strict=True)
 
     def note(self, stats: GradStats | None, loss: Tensor | None, count: int) -> None:
         """Record the results of a micro-batch, and save a checkpoint if it is due.

@@ -100,18 +100,11 @@ class GradientCompletion:
         collectives.
 
         Raises:
-            RuntimeError: One of these cases:
-                * A parameter was converted to another dtype or device, or, with one rank, was unfrozen.
-                * torch's data parallelism has not reduced gradients that only it can reduce, or, with ``overlap=True``,
-                  a backward bypassed the optimizer after the reduction.
-                * A transform can't use the gradients of the window: backward bypassed the optimizer, gradients were not
-                  cleared, or other code wrote weights that have masters. With several ranks, errors of masters are
-                  deferred (`Window.defer`).
-                * In the first window, on every rank: a check of `check_gradients_came` or `ModelParams` fails, or
-                  settings differ between ranks.
-                * In the second and 16th window, on every rank: the step would overwrite weights that other code wrote.
-            TypeError, ValueError: In the first window, on every rank: a gradient has an unsupported kind or layout, a
-                `DistributedDataParallel` wraps a sharded parameter, or a trainer or accelerate also clips.
+            RuntimeError, TypeError, ValueError: In the first, second and 16th window, on every rank: an error of the checks
+                that only these windows make.
+            RuntimeError: In any window, on this rank: a parameter was converted or, with one rank, unfrozen; or the
+                gradients of the window can't be reduced, for example because a backward bypassed the optimizer. With
+                several ranks, errors of master weights are deferred (`Window.defer`).
 
         Collectives: the reductions of buckets and transforms, and those of step observers. Object all-gathers: two in
             the first window, one in the 16th, and one in the second if a rank has copies of weights.

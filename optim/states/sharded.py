@@ -590,11 +590,7 @@ class Shards(ParamTransform):
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
     def _is_late(self, entry: ParameterEntry) -> bool:
-        """Return True if the parameter's bucket must be reduced after backward, not during it.
-
-        The result is True if the parameter is owned (``P(owned=...)``), if its bucket's layout differs between ranks, or
-        if the model may issue collectives over a data axis or an axis of `Sharded`.
-        """
+        """Return True if the parameter's bucket must be reduced after backward, not during it (see `Sharded`)."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
     def _make_bucket(self, members: Sequence[_Param], layout: FlatBucket) -> ZeroBucket:

@@ -292,19 +292,19 @@ class OffloadTransform(ParamTransform):
     def agree(self, positions: Sequence[ParamPosition], plan: ReductionPlan, earlier_error: Exception | None) -> None:
         """Choose the tensors to offload: this rank's choice, and the replicas of tensors that other ranks chose."""
         trained = [at for at in positions if at.tensor.requires_grad and at.tensor.numel()]
-        chosen = offloaded([at.tensor.numel() for at in trained], self.fraction)
+        chosen = {*offloaded([at.tensor.numel() for at in trained], self.fraction)}
         if 0 < self.fraction < 1 and plan.topology.world_size > 1:
 
-            def choose() -> tuple[list[Piece], tuple[list[Piece], list[int]]]:
+            def choose() -> tuple[list[Piece], list[tuple[Piece, bool]]]:
                 if earlier_error is not None:
                     raise earlier_error
-                pieces = [_piece(at, plan) for at in trained]
-                return pieces, (pieces, chosen)
+                pieces = [Piece.of(at, plan) for at in trained]
+                return pieces, [(piece, index in chosen) for index, piece in enumerate(pieces)]
 
             pieces, by_rank = on_all_ranks_with(choose, self.registry)
             anywhere = offloaded_on_all_ranks(by_rank)
-            chosen = [index for index, piece in enumerate(pieces) if piece in anywhere]
-        self._chosen = [trained[index].tensor for index in chosen]
+            chosen = {index for index, piece in enumerate(pieces) if piece in anywhere}
+        self._chosen = [at.tensor for index, at in enumerate(trained) if index in chosen]
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
@@ -500,34 +500,40 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
     return sorted(chosen)
 
 
-Piece = tuple[int, tuple[int, ...], int, int]
-"""A stepped tensor, in a form that ranks compare.
+class Piece(NamedTuple):
+    """A stepped tensor, in a form that ranks compare.
 
-It consists of the index of the logical parameter in ``ReductionPlan.parameter_names``, this rank's coordinates on the axes
-that shard the parameter, and the first element and the end of the tensor in this shard. Tensors of two ranks have common
-elements if the indices and coordinates are equal and the ranges overlap.
-"""
+    ``slot`` is the index of the logical parameter in ``ReductionPlan.parameter_names``; it is equal on all tied stages.
+    ``shard`` has this rank's coordinates on the axes that shard the parameter, and ``start`` and ``stop`` are the first
+    element and the end of the tensor in this shard. Tensors of two ranks have common elements if ``slot`` and ``shard``
+    are equal and the ranges overlap.
+    """
+
+    slot: int
+    shard: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, at: ParamPosition, plan: ReductionPlan) -> Piece:
+        axes = plan.entries[at.index].spec.resolve(plan.topology).sharded_axes
+        shard = tuple(plan.coordinate[axis] for axis in axes)
+        return cls(plan.parameter_slots[at.index], shard, at.offset, at.offset + at.tensor.numel())
 
 
-def _piece(at: ParamPosition, plan: ReductionPlan) -> Piece:
-    axes = plan.entries[at.index].spec.resolve(plan.topology).sharded_axes
-    shard = tuple(plan.coordinate[axis] for axis in axes)
-    # A slot is the index of a name. It is equal on all tied stages, where the parameter may have different names.
-    return plan.parameter_slots[at.index], shard, at.offset, at.offset + at.tensor.numel()
-
-
-def offloaded_on_all_ranks(by_rank: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> set[Piece]:
+def offloaded_on_all_ranks(by_rank: Sequence[Sequence[tuple[Piece, bool]]]) -> set[Piece]:
     """Return the pieces to offload, so that all replicas of an element are offloaded or none is.
 
     These are the pieces that any rank chose, and all pieces that share elements with them, directly or through other
-    pieces. ``by_rank`` has for each rank its non-empty pieces that may be offloaded, and the indices of those it chose.
+    pieces. ``by_rank`` has for each rank its non-empty pieces that may be offloaded, each with True if the rank chose it.
     """
     clusters, end = list[list[Piece]](), 0  # pieces that are connected by common elements
-    for piece in sorted({piece for pieces, _ in by_rank for piece in pieces}):
-        if not clusters or piece[:2] != clusters[-1][0][:2] or piece[2] >= end:
+    for piece in sorted({piece for of_rank in by_rank for piece, _ in of_rank}):
+        last = clusters[-1][-1] if clusters else None
+        if last is None or (piece.slot, piece.shard) != (last.slot, last.shard) or piece.start >= end:
             clusters.append([])
             end = 0
         clusters[-1].append(piece)
-        end = max(end, piece[3])
-    chosen = {pieces[index] for pieces, indices in by_rank for index in indices}
+        end = max(end, piece.stop)
+    chosen = {piece for of_rank in by_rank for piece, is_chosen in of_rank if is_chosen}
     return {piece for cluster in clusters if not chosen.isdisjoint(cluster) for piece in cluster}

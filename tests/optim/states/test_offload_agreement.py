@@ -144,15 +144,17 @@ def test_offload_agreement_gathers_once_and_only_for_fractions_between_0_and_1(w
 
 # The ranges of elements -----------------------------------------------------------------------------------------------
 
-SHARDS = st.sampled_from([(0, ()), (1, (0,)), (1, (1,))])
+SHARDS = st.sampled_from([Piece(0, (), 0, 0), Piece(1, (0,), 0, 0), Piece(1, (1,), 0, 0)])
 PIECES = st.builds(
-    lambda shard, start, size: (*shard, start, start + size), SHARDS, st.integers(0, 30), st.integers(1, 9)
+    lambda shard, start, size: shard._replace(start=start, stop=start + size),
+    SHARDS,
+    st.integers(0, 30),
+    st.integers(1, 9),
 )
 
 
 @given(st.lists(st.lists(st.tuples(PIECES, st.booleans()), max_size=6), max_size=5))
 def test_shards_that_overlap_offloaded_shards_are_offloaded(drawn: list[list[tuple[Piece, bool]]]) -> None:
-    by_rank = [([piece for piece, _ in of_rank], [i for i, (_, c) in enumerate(of_rank) if c]) for of_rank in drawn]
     expected, size = {piece for of_rank in drawn for piece, chosen in of_rank if chosen}, -1
     while len(expected) > size:
         size = len(expected)
@@ -163,7 +165,7 @@ def test_shards_that_overlap_offloaded_shards_are_offloaded(drawn: list[list[tup
             for piece, _ in of_rank
             if any((*piece[:2], element) in elements for element in range(*piece[2:]))
         }
-    assert offloaded_on_all_ranks(by_rank) == expected
+    assert offloaded_on_all_ranks(drawn) == expected
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

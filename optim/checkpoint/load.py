@@ -101,9 +101,10 @@ class Restoration:
         self._own, self._state, self._masters = own, dict[int, dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
-            self._check_states(own)
+            self._check_states()
             self._state = {
-                position: self._allocate_state(stepped) | self._allocate_full_states(stepped)
+                position: self._allocate_state(stepped, own.tensors.get(position, {}))
+                | self._allocate_full_states(stepped)
                 for position, stepped in own.stepped.items()
             }
             self._masters = self._allocate_masters(own)
@@ -133,8 +134,8 @@ class Restoration:
             where, advice = f"in param group {index}", "build the param groups that were saved"
             _check_same("parameters", set(names), set(now), where, advice)
 
-    def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if index and record of the checkpoint list different states, or if a number is missing."""
+    def _check_states(self) -> None:
+        """Raise ValueError if index and record of the checkpoint list different states."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
@@ -142,15 +143,6 @@ class Restoration:
                 f"the checkpoint is damaged: its files list different optimizer states; only one file has {shown}; "
                 f"{EARLIER}"
             )
-        for position, stepped in own.stepped.items():
-            now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
-            numbers = {*kept.scalars, *kept.values}
-            missing = {key for key in now if key in SCALAR_STATE} - numbers
-            if kept.tensors and missing:
-                raise ValueError(
-                    f"the checkpoint's optimizer state of {stepped.name} has no entry "
-                    f"{', '.join(map(repr, sorted(missing)))}; {EARLIER}"
-                )
 
     def _parts(self, kind: str) -> list[tuple[str, ...]]:
         return [parse_key(key)[1:] for key in self._stored if key.startswith(f"{kind}/")]
@@ -194,16 +186,21 @@ class Restoration:
             )
         return self._allocate_full(key)
 
-    def _allocate_state(self, stepped: Stepped) -> dict[str, Any]:
+    def _allocate_state(self, stepped: Stepped, now: Mapping[str, Any]) -> dict[str, Any]:
         """Allocate the optimizer state of a stepped tensor, and return it by name of the state.
 
         Step counts and other numbers have their saved values. Other tensors are uninitialized and are added to
-        `tensors`; reading the checkpoint fills them. Raise ValueError if a state of another shape than the parameter's
-        belongs to a shard that does not exist on this mesh.
+        `tensors`; reading the checkpoint fills them. Raise ValueError if the checkpoint lacks a number of the present
+        state ``now``, or if a state of another shape than the parameter's belongs to a shard that does not exist on this
+        mesh.
         """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
         state = kept.plain()
+        missing = {key for key in now if key in SCALAR_STATE} - state.keys()
+        if kept.tensors and missing:
+            shown = ", ".join(map(repr, sorted(missing)))
+            raise ValueError(f"the checkpoint's optimizer state of {name} has no entry {shown}; {EARLIER}")
         for key in kept.tensors:
             found = self._find(f"state/{key}/{name}")
             state[key] = self._allocate(f"state/{key}/{name}", region, stepped.tensor.shape, found.dtype)
@@ -293,8 +290,8 @@ def _rebuild_weights(
 
 def _check_same(kind: str, saved: set[str], now: set[str], where: str, advice: str) -> None:
     if saved != now:
-        parts = [f"only in the checkpoint: {names}" for names in (some(sorted(saved - now)),) if names]
-        parts += [f"only here: {names}" for names in (some(sorted(now - saved)),) if names]
+        parts = [f"only in the checkpoint: {some(sorted(saved - now))}"] if saved - now else []
+        parts += [f"only here: {some(sorted(now - saved))}"] if now - saved else []
         raise ValueError(f"the {kind} {where} differ from the checkpoint's ({'; '.join(parts)}): {advice}")
 
 

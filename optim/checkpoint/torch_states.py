@@ -370,11 +370,11 @@ class TorchStates(torch.optim.Optimizer):
                         )
         state: dict[int, dict[str, Any]] = {}
         for position, (item, values) in enumerate(own):
-            kept = {}
+            kept, own_numbers = {}, known.get(item.entry.name, {})
             for key in self._keys[item.entry.name]:
-                if key in known.get(item.entry.name, {}):
-                    kept[key] = known[item.entry.name][key]
-                    kept[key] = torch.tensor(kept[key]) if isinstance(kept[key], float) else kept[key]
+                if key in own_numbers:
+                    number = own_numbers[key]
+                    kept[key] = torch.tensor(number) if isinstance(number, float) else number
                 elif key in values or item.sharded_over is not None:
                     kept[key] = item.whole(values.get(key, []))
             if kept:

@@ -382,11 +382,7 @@ def _differing_tensors(
 def _find_minorities(
     what: str, held: Sequence[Mapping[str, Mapping[CommonCoordinates, object]]]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (ranks, number of replicas) for each shard whose replicas of the tensor ``what`` differ.
-
-    ``ranks`` are the ranks whose hash is not the most frequent one. If two hashes are equally frequent and none is more
-    frequent, these are all ranks with a replica.
-    """
+    """Yield (ranks, number of replicas), as in `Mismatch`, for each shard whose replicas of the tensor ``what`` differ."""
     for place in sorted({place for of_rank in held for place in of_rank.get(what, {})}):
         copies = {rank: repr(of[what][place]) for rank, of in enumerate(held) if place in of.get(what, {})}
         (most, count), *others = Counter(copies.values()).most_common()
@@ -475,10 +471,9 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: False if shards with such values may be equal although the parameter is sharded, else True.
+    """Return a 0-dim bool: False if the gradient is constant, or if the weights are constant and few.
 
-    False: the gradient is constant, or the weights are constant and few. Return None if the gradient is None, is not a
-    dense float tensor, or has fewer than `ENOUGH` elements.
+    Return None if the gradient is None, is not a dense float tensor, or has fewer than `ENOUGH` elements.
     """
     if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
         return None

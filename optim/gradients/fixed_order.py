@@ -297,23 +297,26 @@ class FixedOrderSum:
         """
         steps = self._ranks.steps
         numbers = [range(rank * steps, rank * steps + self.micro_batches) for rank in range(self._ranks.ranks)]
-        nodes, parts = [nodes_of(of_rank) for of_rank in numbers], [*self._tree.nodes.values()]
+        nodes, own = [nodes_of(of_rank) for of_rank in numbers], self._tree.nodes
         self.clear()
-        if parts:
-            run_all([partial(self._start, bucket, nodes, parts) for bucket in self._buckets])
+        if own:
+            run_all([partial(self._start, bucket, nodes, own) for bucket in self._buckets])
             return
         for bucket in self._buckets:
             if bucket.receive is not None:
                 bucket.receive(None)
 
-    def _start(self, bucket: _Bucket, nodes: list[list[Node]], parts: list[list[Tensor | None]]) -> Finish:
-        """Start to sum one bucket, and return the function that finishes it."""
+    def _start(self, bucket: _Bucket, nodes: list[list[Node]], own: Mapping[Node, list[Tensor | None]]) -> Finish:
+        """Start to sum one bucket, and return the function that finishes it.
+
+        ``nodes`` has the nodes of each rank, and ``own`` this rank's partial sums.
+        """
         count, group = self._ranks.micro_batches, self._ranks.group
-        own = [self._packed(values, bucket) for values in parts]
+        packed = {node: self._packed(values, bucket) for node, values in own.items()}
         if group is None:
-            self._unpack(root_of(dict(zip(nodes[0], own, strict=True)), count), bucket)
+            self._unpack(root_of(packed, count), bucket)
             return nothing
-        arrived = exchange(own, nodes, self._ranks)
+        arrived = exchange([*packed.values()], nodes, self._ranks)
 
         @torch.no_grad()
         def finish() -> None:

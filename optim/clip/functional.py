@@ -530,31 +530,30 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
     Raises as `agreed`, if ranks compare; else as `check_gradients` and `OneShotParams.plan`, on this rank only.
     """
     state = _CACHES.setdefault(registry, _RegistryCache())
-    key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
-
+    key = (float(norm_type), reduction, *_key(listed))
     known = state.norms.get(key)
     if known is not None:
         listed.pending = known.pending  # equal keys mean equal annotations, so `pending` is equal too
 
-    def make_norm(plan: ReductionPlan) -> GlobalNorm:
-        if known is not None:
-            return known.norm
-        norm = GlobalNorm(plan, registry, norm_type, reduction)
-        state.remember(key, _CachedNorm(norm, listed.pending, listed.annotations))
-        return norm
-
+    plan: ReductionPlan | None
     # With "per_group", the collectives depend on the parameter lists of all ranks, and a rank cannot detect that
-    # another rank's list changed.
+    # another rank's list changed. With "packed", later lists are not compared, because the list of parameters may depend
+    # on a rank's data.
     if not state.checked or reduction == "per_group":
-        return make_norm(agreed(partial(_checked_plan, listed, registry), registry))(listed.gradients)
-    # With "packed", later lists are not compared, because the list of parameters may depend on a rank's data.
-    try:
-        check_gradients(listed, registry)
-        measure = make_norm(listed.plan(registry)) if known is None else known.norm
-    except (ValueError, TypeError):
-        _measure_nan(registry, norm_type)  # the other ranks wait in this collective, and get a NaN norm
-        raise
-    return measure(listed.gradients)
+        plan = agreed(partial(_checked_plan, listed, registry), registry)
+    else:
+        try:
+            check_gradients(listed, registry)
+            plan = listed.plan(registry) if known is None else None
+        except (ValueError, TypeError):
+            _measure_nan(registry, norm_type)  # the other ranks wait in this collective, and get a NaN norm
+            raise
+    if known is None:
+        assert plan is not None
+        norm = GlobalNorm(plan, registry, norm_type, reduction)
+        known = _CachedNorm(norm, listed.pending, listed.annotations)
+        state.remember(key, known)
+    return known.norm(listed.gradients)
 
 
 def _take_part(

@@ -388,9 +388,9 @@ class Shampoo(PreconditionedOptimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = self.taken.of(slots)
         found = self.directions(slots, taken)
-        is_together = {slot.position: slot.is_batched and slot.group["grafting"] == "adam" for slot in slots}
-        yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found)
-        for slot in (slot for slot in slots if not is_together[slot.position]):
+        kinds = grouped(slots, lambda slot: slot.is_batched and slot.group["grafting"] == "adam")
+        yield from self._updates_together(kinds.get(True, ()), found)
+        for slot in kinds.get(False, ()):
             new: dict[str, Tensor] = {}
             if slot.position not in found:
                 m, v, found[slot.position] = grafted(
@@ -565,9 +565,9 @@ class SOAP(PreconditionedOptimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = self.taken.of(slots)
         found = self.directions(slots, taken)
-        is_together = {slot.position: slot.is_batched and self._has_positive_rate(slot) for slot in slots}
-        yield from self._updates_together([slot for slot in slots if is_together[slot.position]], found, taken)
-        for slot in (slot for slot in slots if not is_together[slot.position]):
+        kinds = grouped(slots, lambda slot: slot.is_batched and self._has_positive_rate(slot))
+        yield from self._updates_together(kinds.get(True, ()), found, taken)
+        for slot in kinds.get(False, ()):
             k, new = taken[slot.position], dict[str, Tensor]()
             if not k:
                 yield Update(slot, slot.param, {})

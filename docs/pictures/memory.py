@@ -65,9 +65,9 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
 
 def gradient_shards(optimizer: ParallelOptimizer) -> list[Tensor]:
     """Return this rank's shards of the reduced gradients."""
-    shards = [transform for transform in optimizer._states.transforms if isinstance(transform, Shards)]
-    found = [gradient for transform in shards for bucket in transform.buckets for gradient in bucket.gradients]
-    return [gradient for gradient in found if gradient is not None]
+    transforms = [transform for transform in optimizer._states.transforms if isinstance(transform, Shards)]
+    shards = [shard for transform in transforms for bucket in transform.buckets for shard in bucket.shards]
+    return [shard.gradient for shard in shards if shard.gradient is not None]
 
 
 def memory_of(tensors: list[Any]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -60,9 +61,10 @@ class HookPoint(NamedTuple):
 
 @contextmanager
 def hooked(model: nn.Module, sites: Iterable[HookPoint], function: Callable[[HookPoint, Any], Any]) -> Iterator[None]:
-    """Call ``function(site, values)`` at each hook point of forward. If it does not return None, replace the values.
+    """Call ``function(site, values)`` at the hook points in each forward inside the context.
 
-    ``values`` are the positional arguments of a module, or its output. Modules that the model does not have are skipped.
+    ``values`` are the positional arguments of a module, or its output. They are replaced by the result of ``function``,
+    unless it is None. Hook points of modules that the model does not have are skipped.
     """
     modules = dict(model.named_modules())
     handles: list[Any] = []
@@ -389,6 +391,59 @@ def cause_of(
         return "a sum is missing", (axis,)
     bias = axis in found.split and len(known.first.shape) == 1
     return ("added on every rank" if bias else "divided too often"), (axis,)
+
+
+# Texts of the causes --------------------------------------------------------------------------------------------------
+
+
+def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, is_certain: bool = True) -> str:
+    """Return the text of a finding: the most likely mistake, and how to correct it.
+
+    ``factor`` is the factor by which the gradient is too large. ``spec`` is the right spec; None: not known.
+    ``is_certain``: False if other dims than those of ``spec`` may be sharded.
+    """
+    over = " x ".join(map(repr, axes)) or "some axis"
+    either = " or ".join(map(repr, axes))
+    becomes = "" if spec is None else f"; the right spec is {spec}"
+    if not is_certain:
+        becomes += ", or one that shards another dim (gradients don't show which)"
+    return {
+        "split, not declared": f"each rank of {over} has a different shard{becomes}",
+        "declared split, but a copy": f"the ranks of {over} hold replicas with equal values{becomes}",
+        "a sum is missing": (
+            f"each rank of {over} has only a partial gradient: add the missing all-reduce over {over} to backward "
+            f"(`copy_to` where a replica enters sharded computation), or declare P(partial=...){becomes}"
+        ),
+        "counted several times": (
+            f"the gradient is {factor:.4f} times too large: it is summed twice, or summed over {either} although it "
+            f"is complete there{becomes}"
+            if axes
+            else f"the gradient is {factor:.4f} times too large, which is the size of no mesh axis: a backward adds it "
+            f"twice, or multiplies it by a wrong factor{becomes}"
+        ),
+        "divided too often": (
+            f"the gradient is {1 / factor if factor else 0:.4f} times too small: it is averaged over {either} and must "
+            "be summed"
+            if axes
+            else f"the gradient is {1 / factor if factor else 0:.4f} times too small, which is the size of no mesh axis: a "
+            "backward multiplies it by a wrong factor, or loses a part of it"
+        ),
+        "added on every rank": (
+            f"the loss contains it once per rank of {over}, like a bias that every rank adds before the sum over "
+            f"{over}: add it after the sum, or on one rank only. Or its gradient is averaged and must be summed"
+        ),
+        "held by others": f"the ranks that hold it are not the ranks of its spec{becomes}",
+        "no gradient comes": "it has no gradient although the loss depends on it: it is detached in forward",
+        "copies differ": f"its replicas differ along {over}: start all ranks from the same weights, or declare it "
+        "sharded if each rank has its own values, like experts",
+        "backward is wrong": "no layout makes its gradient the derivative of the loss"
+        + (f": the ranks of {over} must have equal gradients, but their gradients differ" if axes else ""),
+        "forward differs": (
+            f"the ranks of {over} must compute the same values, but their values differ: a sum or a gather over {over} "
+            "is missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different "
+            f"batches (then make the axis a data axis: Topology(roles={{{over}: 'data'}}, ...))"
+        ),
+    }[cause]
 
 
 # Location of a wrong backward: activations are tested like parameters, from the loss backwards ------------------------

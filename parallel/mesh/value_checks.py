@@ -221,16 +221,11 @@ def _shown(value: object) -> str:
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
     """Raise TypeError unless ``value`` is a 0-dim tensor, which is not read, or a `numbers.Real` and not a bool."""
     if isinstance(value, Tensor):
-        is_number, shown, kind = (
-            value.dim() == 0,
-            f"a tensor of shape {tuple(value.shape)}",
-            "tensor of one or more dims",
-        )
-    else:
-        is_number, shown = isinstance(value, Real) and not isinstance(value, bool), repr(value)
-        kind = type(value).__name__
-    if not is_number:
-        raise TypeError(f"{name}={shown}: give {write}, not a {kind}")
+        if value.dim():
+            shape = tuple(value.shape)
+            raise TypeError(f"{name}=a tensor of shape {shape}: give {write}, not a tensor of one or more dims")
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: give {write}, not a {type(value).__name__}")
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -409,7 +409,7 @@ class Setup:
         transforms.insert(0, LocalTensors(self.registry.topology))
         return TransformChain(self.optimizer, transforms, self.registry, plan)
 
-    def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
+    def clipper(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         device = self.device_of([[(None, param) for param in chain.params]])
         compared = bool(self.check_replicas) and self.registry.topology.world_size > 1
         checks, equal_shards = replica_checks(table, chain.given, device) if compared else ([], None)
@@ -459,7 +459,7 @@ class Setup:
     ) -> GradientCompletion:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
-        With ``overlap`` it also has the buckets that are reduced during backward; `switch` returns their controller.
+        With ``overlap`` it also has the buckets that are reduced during backward; `grad_sync` returns their controller.
         Collectives: with ``overlap`` an object all-gather, else none.
         """
         plan, measured = table.model_plan, table.grad_tensors
@@ -484,7 +484,7 @@ class Setup:
         fingerprints = isinstance(self.check_replicas, Fingerprints)
         return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints, in_backward)
 
-    def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
+    def grad_sync(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Return the controller of gradient reduction in backward; None: `step` or a state placement reduces gradients.
 
         ``before``, the controller before param groups were added or refreshed, is updated and returned.

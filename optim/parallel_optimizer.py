@@ -219,13 +219,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _setup: Setup
     _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and its state
-    _states: TransformChain
+    _chain: TransformChain
     # The following objects are replaced or updated when param groups are added or refreshed:
     _table: ParamTable
     _completion: GradientCompletion
-    _clipping: GradientClipper
+    _clipper: GradientClipper
     _agreement: StepAgreement | None  # None if there is only one rank
-    _switch: GradSyncController | None  # the controller that the property `grad_sync` returns
+    _grad_sync: GradSyncController | None  # the controller that the property `grad_sync` returns
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
@@ -325,8 +325,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._window: Window = Window(accumulation_steps, scaled, alone)
             self._scale = None if self.loss_scale is None else self.loss_scale.scale
             self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
-            self._states = self._setup.chain(plan)
-            self._states.left_out = left_out
+            self._chain = self._setup.chain(plan)
+            self._chain.left_out = left_out
             self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
             self._bind(plan, thresholds)
             self._skips = SkipMonitor(self._device)
@@ -485,7 +485,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Within it, run forward and backward of all micro-batches of a window except the last one. It is only needed
         without ``accumulation_steps``.
         """
-        return nullcontext() if self._switch is None else self._switch.off()
+        return nullcontext() if self._grad_sync is None else self._grad_sync.off()
 
     def mark_last_micro_batch(self) -> None:
         """Make the next backward reduce gradients, although ``accumulation_steps`` micro-batches have not been run.
@@ -494,8 +494,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         backward. It is needed with `fully_shard`, and with Megatron's ``overlap_grad_reduce``, because these can't
         reduce gradients after the backward.
         """
-        if self._switch is not None:
-            self._switch.set(True)
+        if self._grad_sync is not None:
+            self._grad_sync.set(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the stepped tensors and of the model parameters.
@@ -511,20 +511,20 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         if self._window.may_clear():
             self.check_zero_grad()
-            self._states.clear(set_to_none)
+            self._chain.clear(set_to_none)
             self._completion.forget_arrived()
             self._window.clear()
-            if self._switch is not None:
-                self._switch.clear()
-                self._switch.expect(self._window)
+            if self._grad_sync is not None:
+                self._grad_sync.clear()
+                self._grad_sync.expect(self._window)
 
     def check_zero_grad(self) -> None:
         """Raise RuntimeError if `fully_shard` has gradients that it has not reduced, which `zero_grad` can't clear.
 
         Collectives: none. Host synchronization: none.
         """
-        if self._switch is not None:
-            self._switch.check_clearing(self._window.sync_skipped)
+        if self._grad_sync is not None:
+            self._grad_sync.check_clearing(self._window.sync_skipped)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -597,20 +597,23 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     check_window_is_used(window, self._model_params, self.registry)
                 return cast("Stats_co", None)
             problem = None
-            with self._failures_counted():
+            try:
                 if window.pending_clip is not None and window.decision is None:
                     _, problem = self._clip_now(window.pending_clip)
-                problem = self._completion(window, self._switch) or problem  # reduces the gradients
+                problem = self._completion(window, self._grad_sync) or problem  # reduces the gradients
                 # Measure and decide (by default in one collective), unless an explicit clip did both in this window.
                 decision = window.decision or self._decide(self._clip)
-                reason = self._count(decision)
+                reason = self._count_step(decision)
                 if reason is None:
                     self._update(decision)
                 if self.loss_scale is not None:
                     self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
-                window_error, observer_error = window.take_error(), self._states.take_error()  # both: none may stay
+                window_error, observer_error = window.take_error(), self._chain.take_error()  # both: none may stay
                 problem = window_error or problem or decision.problem or observer_error
                 self._finish_window(decision)
+            except Exception as error:
+                self._count_failure(error)
+                raise
             if reason is not None:
                 # Raised after the update of the loss scale, so that a caller may catch the error and go on.
                 raise self._ended(reason) from problem
@@ -623,31 +626,26 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         try:
             with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
                 request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
-                self._engine.run(request, self._states.around_update)
+                self._engine.run(request, self._chain.around_update)
         except Exception as error:
             if self._window.alone or not bool(decision.skipped):
                 raise
             self._window.defer(error)
 
-    @contextmanager
-    def _failures_counted(self) -> Iterator[None]:
-        """Return a context manager that counts an error in its body, after which ranks may differ (`count_failure`)."""
-        try:
-            yield
-        except Exception as error:
-            self._window.take_error()
-            self._states.take_error()
-            self._window.count_failure(error)
-            raise
+    def _count_failure(self, error: Exception) -> None:
+        """Count an error of a step or an explicit clip, after which ranks may differ (`Window.count_failure`)."""
+        self._window.take_error()
+        self._chain.take_error()
+        self._window.count_failure(error)
 
     def _decide(self, clip: ClipState | None, in_place: bool = False) -> StepDecision:
         """Measure the gradients, and return the step decision. An error of this rank's thresholds is deferred."""
         window = self._window
-        rule, error = self._clipping.add_thresholds(clip, self.optimizer.param_groups)
+        rule, error = self._clipper.add_thresholds(clip, self.optimizer.param_groups)
         if error is not None:
             window.defer(error)
         info = self._scale_info()
-        return self._clipping(
+        return self._clipper(
             clip, info, in_place=in_place, earlier=window.decision, captured=window.captured, rule=rule
         )
 
@@ -661,10 +659,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             try:
                 yield
             except Exception as error:
-                self._states.explain(error)
+                self._chain.explain(error)
                 raise
 
-    def _count(self, decision: StepDecision) -> str | None:
+    def _count_step(self, decision: StepDecision) -> str | None:
         """Count the step. Return the reason for an error that ends training, equal on every rank; None: no error."""
         facts = None if self._agreement is None else self._agreement.sent
         return self._skips.count(decision, self.on_nonfinite, self._window.captured, facts)
@@ -672,9 +670,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def _finish_window(self, decision: StepDecision) -> None:
         self.last_stats = decision.stats
         self._window.close_after_step(self._model_params)
-        if self._switch is not None:
-            self._switch.discard_old_weights()
-            self._switch.expect(self._window)
+        if self._grad_sync is not None:
+            self._grad_sync.discard_old_weights()
+            self._grad_sync.expect(self._window)
 
     def _ended(self, reason: str) -> FloatingPointError | RuntimeError:
         """Return the error for ``reason``, a result of `SkipMonitor.count` or `SkipMonitor.poll`. Every rank must call it.
@@ -684,7 +682,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         if reason == DISAGREED and self._agreement is not None:
             return self._agreement.error(self._skips.facts)
-        vote = self._clipping.vote
+        vote = self._clipper.vote
         if reason == REPLICAS_DIVERGED and vote is not None and vote.watch is not None:
             return vote.watch.error()
         names = nonfinite_names(self._table, self.registry)
@@ -715,7 +713,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 f"precision={self.precision.name!r} has a loss scale of its own: leave the GradScaler out, and call "
                 "optimizer.backward(loss)"
             )
-        if self._states.pulling_grads:
+        if self._chain.pulling_grads:
             raise RuntimeError(
                 "a GradScaler can't unscale the gradients that this optimizer applies: the optimizer updates shards or "
                 "copies of the model's parameters (local tensors of DTensors, "
@@ -809,8 +807,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             window.pending_clip = clip
             return cast("Stats_co", None)
         window.scale = self._scale
-        with self._failures_counted():
+        try:
             decision, problem = self._clip_now(clip)
+        except Exception as error:
+            self._count_failure(error)
+            raise
         if problem := window.take_error() or problem:
             raise problem
         return cast("Stats_co", decision.stats)
@@ -825,7 +826,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         before = window.explicit
         window.explicit = (*before, clip)
         try:
-            problem = self._completion(window, self._switch)
+            problem = self._completion(window, self._grad_sync)
             decision = self._decide(self._clip if clip is self.clip else in_use(clip), in_place=True)
         except BaseException:
             window.explicit = before
@@ -837,29 +838,29 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     def _bind(self, plan: ReductionPlan, thresholds: AgreedThresholds) -> None:
         """Create the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
-        self._model_params = self._states.params
-        self._table = self._states.table(plan)
+        self._model_params = self._chain.params
+        self._table = self._chain.table(plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         if full:
             full[0].bind_all(full, self._table, self.registry, self._setup.sum_order == "fixed")
         lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(plan.parameter_names)
-        self._completion = self._setup.completion(self._table, self._states, self._model, self._agreement)
-        self._clipping = self._setup.clipping(self._table, self._states, thresholds)
+        self._completion = self._setup.completion(self._table, self._chain, self._model, self._agreement)
+        self._clipper = self._setup.clipper(self._table, self._chain, thresholds)
         self._missing_shards = MissingShards(self._table, self._device, with_empty=bool(full))
-        self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
+        self._grad_sync = self._setup.grad_sync(self._completion, getattr(self, "_grad_sync", None))
         registry = self.registry
-        around = [self._completion.separate.micro_batch, *self._states.around_backward]  # it ends last
-        if self._switch is not None:
-            around.append(self._switch.micro_batch)
-            self._switch.expect(self._window)
+        around = [self._completion.separate.micro_batch, *self._chain.around_backward]  # it ends last
+        if self._grad_sync is not None:
+            around.append(self._grad_sync.micro_batch)
+            self._grad_sync.expect(self._window)
         self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
-        self._may_step_after_failed_backward = self._states.completes_failed_backward and (
-            self._switch is None or self._switch.completes_failed_backward
+        self._may_step_after_failed_backward = self._chain.completes_failed_backward and (
+            self._grad_sync is None or self._grad_sync.completes_failed_backward
         )
         if registry.device.type == "cuda":  # else NCCL connects ranks in the first step, when memory is nearly full
-            registry.connect(*self._clipping.plan.groups(self._setup.reduction))
+            registry.connect(*self._clipper.plan.groups(self._setup.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -910,7 +911,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
         finally:
             del self.param_groups[before:]
-        self._states.add_param_group(group, groups, agreed.plan)
+        self._chain.add_param_group(group, groups, agreed.plan)
         self._given.append(added)
         self._bind_again(groups, left_out, agreed)
 
@@ -942,7 +943,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         on_all_ranks(self._check_refresh, self.registry)
         groups, left_out = self._setup.with_spec(self._given)
         agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
-        self._states.refresh(groups, agreed.plan)
+        self._chain.refresh(groups, agreed.plan)
         self._bind_again(groups, left_out, agreed)
 
     def _check_refresh(self) -> None:
@@ -954,9 +955,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._check_unfrozen()
 
     def _check_unfrozen(self) -> None:
-        modules = modules_in(self._setup.data_parallel) if getattr(self._switch, "is_ddp", False) else []
+        modules = modules_in(self._setup.data_parallel) if getattr(self._grad_sync, "is_ddp", False) else []
         inside = {id(param) for module in modules for param in module.parameters()}
-        for name, param in self._states.unfrozen():
+        for name, param in self._chain.unfrozen():
             if id(param) in inside:
                 raise RuntimeError(
                     f"{name} was unfrozen, but the DistributedDataParallel in data_parallel= was created while {name} was "
@@ -969,14 +970,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self, groups: list[list[tuple[str | None, Tensor]]], left_out: list[tuple[str, Tensor]], agreed: AgreedSetup
     ) -> None:
         plan, thresholds, self._agreement = agreed
-        self._groups, self._states.left_out = groups, left_out
+        self._groups, self._chain.left_out = groups, left_out
         self._bind(plan, thresholds)
         record_remains(self.optimizer, self._model_params, left_out)
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
         """Return the observers (`StepObserver`) whose methods each step calls, in the order of their addition."""
-        return tuple(self._states.observers)
+        return tuple(self._chain.observers)
 
     def add_observer(self, observer: StepObserver) -> None:
         """Add an observer, whose methods are called in every step from now on.
@@ -993,11 +994,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             raise TypeError(f"add_observer({observer!r}): give an instance of a subclass of StepObserver")
         if any(other is observer for other in self.observers):
             raise ValueError(f"{type(observer).__name__} is an observer of this optimizer already: add it once")
-        self._states.set_observers([*self.observers, observer])
+        self._chain.set_observers([*self.observers, observer])
 
     def remove_observer(self, observer: StepObserver) -> None:
         """Stop calling an observer. Do nothing if it was not added."""
-        self._states.set_observers([other for other in self.observers if other is not observer])
+        self._chain.set_observers([other for other in self.observers if other is not observer])
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
@@ -1015,7 +1016,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Collectives: none. Host synchronization: with `Offloaded`, one per bucket.
         """
-        for transform in self._states.transforms:
+        for transform in self._chain.transforms:
             transform.reload()
 
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
@@ -1041,7 +1042,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if callable(change):
             with own_calls:
                 change()
-            self._states.write_back()
+            self._chain.write_back()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 
@@ -1066,8 +1067,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         setup = replace(self._setup, max_norm=value)
         plan = setup.plan_for_clip(self.model_plan)
         if plan is not self.model_plan:
-            self._table = self._states.table(plan)
-            self._clipping.replan(self._table.plan)
+            self._table = self._chain.table(plan)
+            self._clipper.replan(self._table.plan)
         self._setup, new = setup, in_use(value)
         if new is None or new.rule != self.clip:
             self._clip = new
@@ -1149,7 +1150,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @property
     def plan(self) -> ReductionPlan:
         """Return the reduction plan, which says how the norm is summed over ranks. ``print(optimizer.plan)`` shows it."""
-        return self._clipping.plan
+        return self._clipper.plan
 
     @property
     def model_plan(self) -> ReductionPlan:
@@ -1166,7 +1167,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         The following expression finds the transform of one class:
         ``next(transform for transform in optimizer.transforms.transforms if isinstance(transform, MyTransform))``.
         """
-        return self._states
+        return self._chain
 
     @property
     def grad_sync(self) -> GradSyncController | None:
@@ -1174,7 +1175,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Without a controller, `step` reduces the gradients, or `Sharded` with ``gradients=True`` during backward.
         """
-        return self._switch
+        return self._grad_sync
 
     def not_captured(self) -> list[str]:
         """Return the reasons why a CUDA graph can't capture `step` now; empty: a CUDA graph can capture it.
@@ -1189,11 +1190,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         reasons = [
             self._completion.not_captured(),
             registry_not_captured(self.registry, self._device),
-            None if self._switch is None else self._switch.not_captured(),
+            None if self._grad_sync is None else self._grad_sync.not_captured(),
             scaler if hasattr(self, "found_inf") else None,
             reads_norm if self.on_nonfinite == "raise" else None,
-            *self._clipping.not_captured(),
-            *(transform.not_captured() for transform in self._states.transforms),
+            *self._clipper.not_captured(),
+            *(transform.not_captured() for transform in self._chain.transforms),
             *(observer.not_captured() for observer in self.observers),
             *self._window.not_captured(self._device),
             *update_not_captured(self.optimizer, self._device),
@@ -1208,7 +1209,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Collectives, host synchronization: none.
         """
-        return self._setup.not_local(self._switch, self._model_params)
+        return self._setup.not_local(self._grad_sync, self._model_params)
 
     def stepped_tensors(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
@@ -1237,8 +1238,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         others = {f"clip {name}": value for name, value in clip.items()}
         if self._scale is not None:
             others["loss scale"] = self._scale
-        params = [local_parameter(given.param, self.registry.topology) for given in self._states.given]
-        return hash_of_state(self._table, params, self._states.states(), others, self.registry, self._device)
+        params = [local_parameter(given.param, self.registry.topology) for given in self._chain.given]
+        return hash_of_state(self._table, params, self._chain.states(), others, self.registry, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the wrapped optimizer's ``state_dict()``, and one more entry ``"meshstep"``.
@@ -1255,7 +1256,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         saved = self._saved()
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
         check_caller(
-            calling_module(), saved.coordinates, self._states.stepped, self._model_params, makes_states=makes_states
+            calling_module(), saved.coordinates, self._chain.stepped, self._model_params, makes_states=makes_states
         )
         return saved.state_dict(self._skips.state_dict())
 
@@ -1281,11 +1282,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if is_counted:
             self.check_zero_grad()
         self._skips.load_state_dict(self._saved().load(state_dict))
-        self._clipping.start_over()
+        self._clipper.start_over()
         self._window.close()
         self._window.failed, self._window.last_failure = 0, ""
-        if self._switch is not None:
-            self._switch.expect(self._window)
+        if self._grad_sync is not None:
+            self._grad_sync.expect(self._window)
         if is_counted:
             self.zero_grad()
 
@@ -1297,7 +1298,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         params = self._model_params
         where = Coordinates.of(self.plan, self.registry)
         return Saved(
-            self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where, self._clip
+            self.optimizer, self._chain, self.precision, self.loss_scale, params, self.registry, where, self._clip
         )
 
     def __repr__(self) -> str:

@@ -65,7 +65,7 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
 
 def gradient_shards(optimizer: ParallelOptimizer) -> list[Tensor]:
     """Return this rank's shards of the reduced gradients."""
-    transforms = [transform for transform in optimizer._states.transforms if isinstance(transform, Shards)]
+    transforms = [transform for transform in optimizer._chain.transforms if isinstance(transform, Shards)]
     shards = [shard for transform in transforms for bucket in transform.buckets for shard in bucket.shards]
     return [shard.gradient for shard in shards if shard.gradient is not None]
 

@@ -70,7 +70,7 @@ def _timed(
 
 def watch(optimizer: ParallelOptimizer, timed: Callable[..., Any], stack: ExitStack) -> None:
     """Time the stages of `ParallelOptimizer.step`, and the collectives within them."""
-    for name, stage in (("_completion", "reduce-scatter"), ("_clipping", "measure, decide")):
+    for name, stage in (("_completion", "reduce-scatter"), ("_clipper", "measure, decide")):
         kind = type(getattr(optimizer, name))
         stack.enter_context(mock.patch.object(kind, "__call__", partialmethod(_timed, timed, stage, kind.__call__)))
     run: Callable[..., None] = UpdateEngine.run

@@ -514,7 +514,7 @@ LISTED: list[Fault] = [
     Fault("parallel/mesh/registry.py", "if isinstance(found, str):", "if False:"),
     Fault("optim/states/optimizer_state.py", 'check_text(name, f"a key of {where}")', "pass"),
     Fault("amp/loss_scale.py", '"an integer" if is_count else', '"an integer" if False else'),
-    Fault("optim/parallel_optimizer.py", "self._switch.discard_old_weights()", "pass"),
+    Fault("optim/parallel_optimizer.py", "self._grad_sync.discard_old_weights()", "pass"),
 ]
 
 # Faults that no test can find, with the reason. The code is written without line breaks.

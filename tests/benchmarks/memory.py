@@ -91,7 +91,7 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     # The keys are tensors on the device of the gradients: shards (with sharded states) or parameters. The values are copies
     # on the CPU.
     copies = next(
-        (transform.copies for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)), {}
+        (transform.copies for transform in optimizer._chain.transforms if isinstance(transform, OffloadTransform)), {}
     )
     beside = [piece for piece in pieces if piece.grad_tensor in copies]
     offloaded = sum(_state_bytes(optimizer, piece.tensor) + piece.tensor.nbytes for piece in beside)
@@ -104,7 +104,7 @@ def _state_bytes(optimizer: ParallelOptimizer, stepped: Tensor) -> int:
 
 
 def _slices(optimizer: ParallelOptimizer) -> int:
-    shards = (transform for transform in optimizer._states.transforms if isinstance(transform, Shards))
+    shards = (transform for transform in optimizer._chain.transforms if isinstance(transform, Shards))
     gradients = [shard.gradient for transform in shards for bucket in transform.buckets for shard in bucket.shards]
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 

@@ -36,4 +36,4 @@ def arguments(**options: Any) -> dict[str, Any]:
 
 def link_of(optimizer: ParallelOptimizer, kind: type[AnyTransform]) -> AnyTransform:
     """Return the first transform of this class."""
-    return next(transform for transform in optimizer._states.transforms if isinstance(transform, kind))
+    return next(transform for transform in optimizer._chain.transforms if isinstance(transform, kind))

@@ -232,7 +232,7 @@ class Rank:
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
         report.params = {name: local(param).cpu().clone() for name, param in self.model.items()}
         report.skipped = optimizer.skipped_steps
-        for piece, value in zip(optimizer.stepped_tensors(), optimizer._states.values(), strict=True):
+        for piece, value in zip(optimizer.stepped_tensors(), optimizer._chain.values(), strict=True):
             report.pieces.append((names[id(piece.param)], piece.offset, value.detach().cpu().clone()))
         report.offloaded = offloaded_pieces(optimizer)
         report.problems += problems_of_fraction(optimizer, report.offloaded, self.setting.offload or 0.0)
@@ -240,7 +240,7 @@ class Rank:
 
 def offloaded_pieces(optimizer: ParallelOptimizer[Any]) -> list[bool]:
     """Return for each stepped tensor of this rank whether `Offloaded` made it, as a copy on the CPU."""
-    offload = [transform for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)]
+    offload = [transform for transform in optimizer._chain.transforms if isinstance(transform, OffloadTransform)]
     replaced = {id(tensor) for transform in offload for tensor in transform.copies}
     return [any(id(tensor) in replaced for tensor in piece.path) for piece in optimizer.stepped_tensors()]
 

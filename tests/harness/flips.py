@@ -150,7 +150,7 @@ class Run:
 
     def complete(self) -> None:
         """Reduce the gradients, so that replicas hold equal gradients."""
-        self.optimizer._completion(self.optimizer._window, self.optimizer._switch)
+        self.optimizer._completion(self.optimizer._window, self.optimizer._grad_sync)
 
     def step(self, scale: float = 1.0) -> Any:
         self.backward(scale)

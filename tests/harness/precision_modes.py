@@ -50,7 +50,7 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
     """Return copies of parameters, buffers, master weights (or their split-off low 16 bits) and optimizer states."""
     found = {f"model {name}": value for name, value in model.state_dict().items()}
-    for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._states.states(), strict=True)):
+    for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._chain.states(), strict=True)):
         found[f"stepped {index}"] = param
         found |= {f"state {index} {key}": value for key, value in state.items()}
     return {name: value.detach().clone() for name, value in found.items()}

@@ -281,7 +281,7 @@ def run(drawn: Drawn, directory: str) -> None:
     micro_batches = drawn.rng("micro").randint(1, 2)
     optimizer = ParallelOptimizer(adamw, registry, accumulation_steps=micro_batches, **options_of(drawn))
     if drawn.meets:
-        registry.connect(*optimizer._clipping.plan.groups(optimizer._setup.reduction))
+        registry.connect(*optimizer._clipper.plan.groups(optimizer._setup.reduction))
     for step in range(2):
         for micro in range(micro_batches):
             optimizer.backward(_loss(drawn, model, registry, step, micro))

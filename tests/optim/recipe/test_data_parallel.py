@@ -51,7 +51,7 @@ def parameters(registry: ProcessGroupRegistry, dtype: torch.dtype) -> dict[str, 
 def values(optimizer: ParallelOptimizer) -> Values:
     """Return each stepped tensor with its optimizer state, by name and region of the full tensor."""
     found = {}
-    for piece, state in zip(optimizer.stepped_tensors(), optimizer._states.states(), strict=True):
+    for piece, state in zip(optimizer.stepped_tensors(), optimizer._chain.states(), strict=True):
         tensors = [piece.tensor, *(state[key] for key in sorted(state) if key != "step")]
         found[piece.name, str(piece.region)] = [tensor.detach().clone() for tensor in tensors]
     return found
@@ -92,7 +92,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
         step(optimizer, params)
         generator = torch.Generator().manual_seed(registry.global_rank)
         with torch.no_grad():
-            for piece, state in zip(optimizer.stepped_tensors(), optimizer._states.states(), strict=True):
+            for piece, state in zip(optimizer.stepped_tensors(), optimizer._chain.states(), strict=True):
                 for key, tensor in {"it": piece.tensor, **state}.items():
                     if key == "remainder":
                         tensor.add_(registry.global_rank)

@@ -76,7 +76,7 @@ def test_step_after_move_to_other_device_raises_and_names_devices() -> None:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
-        given = optimizer._states.given
+        given = optimizer._chain.given
         given[0] = replace(given[0], device=torch.device("cuda:0"))  # as if `model.cpu()` had moved it here
         with pytest.raises(RuntimeError, match="weight was cuda:0 when the optimizer was made, and is cpu now"):
             optimizer.step()
@@ -92,7 +92,7 @@ def test_moved_parameter_raises_within_as_many_steps_as_there_are_parameters(ind
         for _ in range(2):  # get past the first step, which runs more checks
             optimizer.backward(model(torch.ones(1, 2)).sum())
             optimizer.step()
-        given = optimizer._states.given
+        given = optimizer._chain.given
         given[index] = replace(given[index], device=torch.device("cuda:0"))
         errors = []
         for _ in range(6):

@@ -69,7 +69,7 @@ def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: i
         groups: Any = model.groups()
         optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.1), registry, precision=mode, states=how)
         run_step(model, optimizer, 0, micros)
-        for transform in optimizer._states.pulling_grads:
+        for transform in optimizer._chain.pulling_grads:
             transform.pull_grads(optimizer._window, True)
         scale = 1.0 if optimizer.loss_scale is None else float(optimizer.loss_scale.scale)
         found = []

@@ -166,7 +166,7 @@ def test_second_parallel_optimizer_with_split_masters_uses_new_remainders(kernel
             return optimizer, after
 
         first, _ = stepped()
-        kept = [transform.remainders for transform in first._states.transforms if isinstance(transform, SplitMasters)]
+        kept = [transform.remainders for transform in first._chain.transforms if isinstance(transform, SplitMasters)]
         bits = [remainder.clone() for remainder in kept[0].values()]
         _, masters = stepped()
         assert any(bool((master.bfloat16().float() != master).any()) for master in masters)
@@ -360,7 +360,7 @@ def turned(what: str) -> str:
         optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, check_replicas=fingerprints)
         for step in range(2):
             if step and registry.global_rank:
-                kept = optimizer._states.states()[0]
+                kept = optimizer._chain.states()[0]
                 kept["remainder" if what == "remainder" else "exp_avg"].view(torch.uint8).view(-1)[0] ^= 1
             optimizer.backward(model(torch.ones(3, dtype=torch.bfloat16)).float().sum())
             optimizer.step()
@@ -387,7 +387,7 @@ def test_split_masters_with_adamw_need_12_bytes_per_element_or_8_with_half_state
             optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, states=states)
             optimizer.backward(model(torch.ones(1, 64)).float().sum())
             optimizer.step()
-            kept = [value for state in optimizer._states.states() for key, value in state.items() if key != "step"]
+            kept = [value for state in optimizer._chain.states() for key, value in state.items() if key != "step"]
             stepped = [piece.tensor for piece in optimizer.stepped_tensors()]
             assert sum(tensor.nbytes for tensor in (*stepped, *kept)) == nbytes * 64 * 64
 
@@ -542,7 +542,7 @@ def stepped_from_written(how: str, states: str, kernels: Kernels, path: str) -> 
         for step in range(3):
             backward(step)
             optimizer.step()
-        had = any(bool(state["remainder"].any()) for state in optimizer._states.states() if "remainder" in state)
+        had = any(bool(state["remainder"].any()) for state in optimizer._chain.states() if "remainder" in state)
         write_weights(how, model, registry, path)
         kept = {name: param.detach().clone() for name, param in model.named_parameters()}
         backward(3)
@@ -613,7 +613,7 @@ def test_state_dict_of_split_masters_contains_weights_written_by_other_code() ->
     assert not torch.equal(masters_of(optimizer)[0], weight.float())
     with torch.no_grad():
         weight.mul_(3)
-    assert torch.equal(optimizer._states.values()[0], weight.float())
+    assert torch.equal(optimizer._chain.values()[0], weight.float())
     assert torch.equal(masters_of(optimizer)[0], weight.float())
     optimizer.registry.close()
 
@@ -668,7 +668,7 @@ def test_split_masters_warn_in_third_step_if_weights_change_before_each_step() -
 
 def test_weights_written_before_captured_step_raise_with_split_masters() -> None:
     weight, optimizer = one_weight()
-    transform = next(transform for transform in optimizer._states.transforms if isinstance(transform, SplitMasters))
+    transform = next(transform for transform in optimizer._chain.transforms if isinstance(transform, SplitMasters))
     optimizer._window.captured = True
     transform.pull_grads(optimizer._window, False)
     with torch.no_grad():

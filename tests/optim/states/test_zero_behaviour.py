@@ -213,7 +213,7 @@ def changed_from_outside(mode: str) -> str:
         except RuntimeError as error:
             return str(error)
         held = [p.detach().clone() for p in model.parameters()]
-        optimizer._states.write_back()
+        optimizer._chain.write_back()
         assert all(torch.equal(one, other) for one, other in zip(held, model.parameters(), strict=True))
         return f"{float(model.gain.detach()):.1f}"
 

@@ -487,12 +487,12 @@ def checks_after_steps() -> list[int]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         param = nn.Parameter(torch.zeros(3))
         optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1.0), registry)
-        found = [len(optimizer._clipping.checks)]
+        found = [len(optimizer._clipper.checks)]
         for factor in (torch.inf, 1.0, 1.0):
             optimizer.zero_grad()
             optimizer.backward((param * factor).sum())
             optimizer.step()
-            found.append(len(optimizer._clipping.checks))
+            found.append(len(optimizer._clipper.checks))
         return found
 
 

@@ -40,7 +40,7 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
         assert stats is not None
         if b is not None:
             optimizer.param_groups[1]["max_norm"] = 3.0
-            thresholds = optimizer._clipping.thresholds
+            thresholds = optimizer._clipper.thresholds
             assert thresholds is not None
             with pytest.raises(ValueError, match="Ranks without some of these groups"):
                 thresholds.now(optimizer.param_groups)

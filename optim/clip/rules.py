@@ -542,9 +542,10 @@ class SkipSpikes(Clip):
     warm_up: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inner", clip_of(self.inner))
-        for name in _COPIED_FROM_INNER:
-            object.__setattr__(self, name, getattr(self._inner, name))
+        inner = clip_of(self.inner)
+        object.__setattr__(self, "inner", inner)
+        for name in _COPIED_FROM_INNER if inner is not None else ():  # without ``inner``, a subclass may set them
+            object.__setattr__(self, name, getattr(inner, name))
 
     def check(self) -> None:
         check_positive(self.factor, "factor")

@@ -440,13 +440,13 @@ class Recipe:
     """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed; can be copied and pickled.
 
     ``plain`` is a copy of the wrapped torch optimizer, without state, over the model's parameters. ``attributes`` are
-    those that torch leaves out of copies. ``annotations`` (declared layouts) are not copied with the parameters, so they
-    are listed with their parameters.
+    those that torch leaves out of copies. ``annotations`` (declared layouts) are not copied with the parameters; there is
+    one per parameter of ``plain``, or None. Pickles contain these fields, so their form must not change.
     """
 
     plain: torch.optim.Optimizer
     attributes: Mapping[str, Any]
-    annotations: Sequence[tuple[Tensor, Annotation]]
+    annotations: Sequence[Annotation | None]
     registry: ProcessGroupRegistry
     options: Mapping[str, Any]
     state: dict[str, Any]
@@ -471,14 +471,14 @@ class Recipe:
             names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
             plain.param_groups.append({**group, "params": [param for _, param in named], **names})
         attributes = {name: getattr(wrapped, name) for name in COPIED_ATTRIBUTES if hasattr(wrapped, name)}
-        annotated = [(param, annotation_of(param)) for param in params_of(plain)]
-        annotations = [(param, annotation) for param, annotation in annotated if annotation is not None]
+        annotations = [annotation_of(param) for param in params_of(plain)]
         return cls(plain, attributes, annotations, registry, options, state)
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    for param, annotation in recipe.annotations:
-        attach(param, annotation)
+    for param, annotation in zip(params_of(recipe.plain), recipe.annotations, strict=True):
+        if annotation is not None:
+            attach(param, annotation)
     for name, value in recipe.attributes.items():
         setattr(recipe.plain, name, value)
     optimizer = make(recipe.plain, recipe.registry, **recipe.options)

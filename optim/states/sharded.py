@@ -539,7 +539,8 @@ class Shards(ParamTransform):
         if self.how.gradients:
             if self._reducer is not None:
                 self._reducer.remove_hooks()
-            self._reducer = BackwardReducer(lambda param: self._sharded[param].entry.name, self._early, self._late)
+            known = self._sharded  # not `self`, because a reference to this transform would be a reference cycle
+            self._reducer = BackwardReducer(lambda param: known[param].entry.name, self._early, self._late)
         return pieces
 
     def _decision(self, entry: ParameterEntry) -> ShardingDecision:

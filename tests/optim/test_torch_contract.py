@@ -22,6 +22,7 @@ from meshstep.optim import (
     Sharded,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.layout.annotation import annotate, annotation_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -157,6 +158,16 @@ def test_shallow_copy_of_optimizer_shares_groups_and_states_but_no_hooks(registr
     train(model, other, 1, 2)
     (state, *_) = optimizer.state.values()
     assert state["step"] == 2
+
+
+def test_pickle_has_annotation_or_none_per_parameter(registry: ProcessGroupRegistry) -> None:
+    """Pickles of earlier versions have this form."""
+    declared, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    annotate(declared, P(), "declared")
+    optimizer = ParallelOptimizer(torch.optim.SGD([other, declared], lr=0.1), registry)
+    _, (_, recipe) = optimizer.__reduce__()
+    assert recipe.annotations == [annotation_of(other), annotation_of(declared)]
+    assert annotation_of(declared) is not None
 
 
 def test_elementwise_attribute_is_copied_with_optimizer(registry: ProcessGroupRegistry) -> None:

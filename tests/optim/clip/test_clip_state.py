@@ -211,6 +211,26 @@ def test_skip_spikes_applies_steps_while_the_median_of_norms_is_zero() -> None:
     assert found == [False] * 6
 
 
+class SpikesOfLargestElement(SkipSpikes):
+    norm_type = inf
+    in_place = True
+
+    def finish_(self, gradients_of: Any) -> None:
+        for param in gradients_of:
+            if param.grad is not None:
+                param.grad.zero_()
+
+
+def test_subclass_of_skip_spikes_without_inner_rule_sets_attributes_of_rules() -> None:
+    model, optimizer = alone(SpikesOfLargestElement(3.0, window=4, warm_up=2))
+    before = [param.detach().clone() for param in model.parameters()]
+    give_gradients(model)
+    largest = max(float(param.grad.abs().max()) for param in model.parameters() if param.grad is not None)
+    stats: Any = optimizer.step()
+    assert float(stats.total_norm) == largest
+    assert all(map(torch.equal, before, model.parameters())), "`finish_` must be called"
+
+
 def test_spike_of_one_named_group_leaves_rule_states_of_other_groups_unchanged() -> None:
     rule = ByName({"up": SkipSpikes(3.0, window=4, warm_up=2), "gain": ByNorm(WarmUp(8.0, 2.0, 9))}, others=ZClip())
     model, optimizer = alone(rule)

@@ -30,7 +30,7 @@ from zero_models import small_buckets
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks."""
+    """Return the reference value of the gradients of a bucket's shards in float64, from full gradients of all ranks."""
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
     parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
     return [part / len(gradients) if average else part for part in parts]
@@ -217,7 +217,7 @@ def test_offloaded_step_differs_from_reference_with_wrong_gradient_scale(world: 
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """Return the number of data ranks divided by the sum of all weights,; 1 if the sum is 0.
+    """Return the number of data ranks divided by the sum of all weights; 1 if the sum is 0.
 
     ``weights[d][k]`` is the weight of micro-batch k on data rank d.
     """

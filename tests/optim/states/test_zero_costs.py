@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -123,3 +125,25 @@ def bytes_of_kept_gradients() -> tuple[int, int]:
 def test_sharded_gradients_over_model_axis_do_not_keep_full_gradients_alive(world: World) -> None:
     for kept, full in world.run(2, bytes_of_kept_gradients):
         assert full / 2 <= kept < full * 0.55
+
+
+def is_freed(gradients: bool) -> bool:
+    """Return True if deleting an optimizer frees the transform of `Sharded` without the garbage collector."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = wide_model()
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, states=Sharded("data", gradients=gradients))
+        optimizer.backward(model(torch.ones(2, 64)).square().mean())
+        optimizer.step()
+        transform = weakref.ref(link_of(optimizer, Shards))
+        gc.collect()
+        gc.disable()
+        try:
+            del optimizer
+            return transform() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_shards_of_deleted_optimizer_are_freed_immediately(world: World, gradients: bool) -> None:
+    assert world.run(2, is_freed, gradients) == [True, True]

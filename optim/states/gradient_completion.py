@@ -267,7 +267,7 @@ class GradientCompletion:
         given = self.chain.given
         if given:
             self._next_checked = (self._next_checked + 1) % len(given)
-            if any(given[index].is_converted for index in (0, -1, self._next_checked)):
+            if given[0].is_converted or given[-1].is_converted or given[self._next_checked].is_converted:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:

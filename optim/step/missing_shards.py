@@ -15,7 +15,7 @@ such as Muon steps all tensors in one call, and restores those whose sum is 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ..clip.clipper import SHARD_COUNTS
 from ..gradients.in_place import gradient_dtype
 from ..kernels.device_constants import Constants
 from ..norm.param_table import ParamTable, SteppedTensor
+
+_NOTHING: nullcontext[Mapping[Tensor, Tensor]] = nullcontext({})
 
 
 class MissingShards:
@@ -64,18 +66,18 @@ class MissingShards:
             counts[slot] += at not in without
         return counts
 
-    @contextmanager
-    def filled(self, counts: Tensor | None, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
+    def filled(self, counts: Tensor | None, skip: Tensor) -> AbstractContextManager[Mapping[Tensor, Tensor]]:
         """Return a context manager in which this rank's shards without a gradient have gradients of zeros.
 
         It yields a dict from each stepped tensor that got a gradient of zeros to a 0-dim flag. The flag is 1, to skip
         the update of the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient on any rank.
         ``counts`` is the sum of `field` over all ranks; None if `field` was empty.
         """
+        return _NOTHING if counts is None or not self._missing else self._filled(counts, skip)
+
+    @contextmanager
+    def _filled(self, counts: Tensor, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
         missing = self._missing
-        if counts is None or not missing:
-            yield {}
-            return
         slots = [slot for _, slot in missing]
         places = self._constants(("slots", *slots), slots.copy, torch.int64, self._device)
         absent = (counts.to(self._device)[places] == 0).to(skip.dtype)

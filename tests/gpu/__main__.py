@@ -1,4 +1,4 @@
-"""Run these tests from a plain checkout. They need only torch, einops and pytest, and no network.
+"""Run these tests from a plain checkout. They need only torch and pytest, and no network.
 
 python -m tests.gpu                                          on one GPU, and smaller tests on the CPU
 python -m tests.gpu -m cuda                                  without the CPU; arguments go to pytest

@@ -3,7 +3,7 @@
 python -m tests.gpu --all                        on one or several GPUs
 python -m tests.gpu --all --device cpu           a rehearsal on the CPU with smaller sizes, at most two hours
 
-It needs torch, einops and pytest, no installation and no network. Other arguments go to pytest. The log of each phase and
+It needs torch and pytest, no installation and no network. Other arguments go to pytest. The log of each phase and
 the summary are written to ``--out``, by default to the folder in the environment variable OUT, or to a new folder.
 """
 

@@ -58,11 +58,11 @@ Eight half-precision elements are 16 bytes, which GPU kernels and collectives lo
 class Segment:
     """The contiguous elements of one parameter that lie in one rank's slice of a flat bucket.
 
-    ``position`` is the index of the parameter in the bucket. In elements, ``start`` is the beginning of the segment in
+    ``param_index`` is the index of the parameter in the bucket. In elements, ``start`` is the beginning of the segment in
     the flattened parameter, and ``offset`` in the slice.
     """
 
-    position: int
+    param_index: int
     start: int
     numel: int
     offset: int
@@ -100,10 +100,10 @@ class FlatBucket:
         """Return the segments in slice number ``index``, in the order of the parameters."""
         low, high = index * self.slice_numel, (index + 1) * self.slice_numel
         found = []
-        for position, (start, stop) in enumerate(self.spans):
+        for param_index, (start, stop) in enumerate(self.spans):
             first, last = max(low, start), min(high, stop)
             if first < last:
-                found.append(Segment(position, first - start, last - first, first - low))
+                found.append(Segment(param_index, first - start, last - first, first - low))
         return found
 
 

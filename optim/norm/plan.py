@@ -251,6 +251,9 @@ T = TypeVar("T")
 class NormBucket:
     """The layout over the mesh that all parameters of one norm bucket share. Their norms are reduced over the same ranks.
 
+    ``reduction="per_group"`` issues one all-reduce per norm bucket. Packed norms, the default, do not use norm buckets.
+    Gradient buckets, and buckets of sharded optimizer states, also group parameters by this layout.
+
         NormBucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
 
     Args:

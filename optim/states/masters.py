@@ -271,6 +271,8 @@ def precision_transform(context: PlacementContext) -> ParamTransform:
     if context.precision.split_masters:
         return SplitMasters(context)
     if context.precision.masters:
+        # DDP can keep gradients in half precision: they are cast to float32. With ``main_grads=False`` in the precision
+        # they are not cast, and the update reads them in half precision.
         return Masters(context.main_grads, cast=context.precision.main_grads)
     if context.precision.stochastic_rounding:
         return StochasticallyRounded(context)

@@ -75,14 +75,14 @@ class Shard:
 
     Args:
         segment: The range of elements of the flattened parameter.
-        piece: The 1-dim parameter with these elements that the optimizer steps: a view of the model parameter, or a copy
+        tensor: The 1-dim parameter with these elements that the optimizer steps: a view of the model parameter, or a copy
             if the model parameter is not contiguous.
         gradient: The sum of the reduced gradients of this accumulation window; None (default): no gradient yet.
-        version: The version counter of ``piece`` when the bucket last wrote it. Default: 0.
+        version: The version counter of ``tensor`` when the bucket last wrote it. Default: 0.
     """
 
     segment: Segment
-    piece: Tensor
+    tensor: Tensor
     gradient: Tensor | None = None
     version: int = 0
 
@@ -93,13 +93,11 @@ class ZeroBucket:
     Args:
         axes: The mesh axes over which the bucket is sharded, one slice per rank.
         summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. If
-            all axes are data axes, and ``tree`` is None, the sum is divided by the number of ranks.
-        grad_dtype: The dtype of the gradient slice. It is also the dtype of the collective if ``tree`` is None; else
-            half-precision gradients are summed in float32.
-        hook: The communication hook that sums gradients; not used with ``tree``.
+            all axes are data axes, the sum is divided by the number of ranks.
+        grad_dtype: The dtype of the collective and of the gradient slice.
+        hook: The communication hook that sums gradients.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
-        tree: The data ranks, if `start` must sum gradients in the order of ``sum_order="fixed"``.
 
     Attributes:
         shards: This rank's slice, in the order of the parameters; empty if it consists of padding.
@@ -117,23 +115,19 @@ class ZeroBucket:
         grad_dtype: torch.dtype,
         hook: CommHook,
         release: bool,
-        tree: TreeRanks | None,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
-        self._tree = None if tree is None else SlicedTreeSum(tree)
         self.release = release
         rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
         self._own = slice(rank * self._numel, (rank + 1) * self._numel)
-        is_mean = tree is None and {*axes} <= {*registry.topology.data_axes}
-        average = 1 / registry.size(*axes) if is_mean else 1.0
+        average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
         # float16 gradients are divided before the sum, because the sum could overflow. Other gradients are divided
         # afterwards, when only the slice must be divided.
-        early = average if grad_dtype == torch.float16 else 1.0
-        self._late = 1.0 if grad_dtype == torch.float16 else average
+        scale_before = average if grad_dtype == torch.float16 else 1.0
+        self._scale_after = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
-        dtype = grad_dtype if tree is None else sum_dtype(self.params[0])
-        self._bucket = GradientBucket(self.params, layout, self.group, hook, dtype, early)
-        self.shards = [Shard(segment, nn.Parameter(self._piece(segment))) for segment in layout.segments(rank)]
+        self._bucket = GradientBucket(self.params, layout, self.group, hook, grad_dtype, scale_before)
+        self.shards = [Shard(segment, nn.Parameter(self._values(segment))) for segment in layout.segments(rank)]
         self._note_written(self._look())
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -143,13 +137,13 @@ class ZeroBucket:
 
         Otherwise it is a view or a copy, as of `torch.Tensor.reshape`. It does not share the parameter's version counter.
         """
-        flat = self.params[segment.position].data.reshape(-1)
+        flat = self.params[segment.param_index].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]
 
-    def _piece(self, segment: Segment) -> Tensor:
+    def _values(self, segment: Segment) -> Tensor:
         """Return the segment's elements as a view if the parameter is contiguous, else as a copy of only these elements."""
         part = self._part(segment)
-        return part if self.params[segment.position].is_contiguous() else part.clone()
+        return part if self.params[segment.param_index].is_contiguous() else part.clone()
 
     def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
         return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
@@ -157,21 +151,21 @@ class ZeroBucket:
     def _note_written(self, seen: list[tuple[int, int, tuple[int, ...]]]) -> None:
         self._seen = seen
         for shard in self.shards:
-            shard.version = shard.piece._version
+            shard.version = shard.tensor._version
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Update the shards of parameters that other code wrote, or that have new memory. Host synchronization: none."""
         now = self._look()
         for shard in self.shards:
-            position = shard.segment.position
-            if now[position] != self._seen[position]:
-                shard.piece.data = self._piece(shard.segment)
-                torch.autograd.graph.increment_version(shard.piece)  # so that masters detect the write
+            index = shard.segment.param_index
+            if now[index] != self._seen[index]:
+                shard.tensor.data = self._values(shard.segment)
+                torch.autograd.graph.increment_version(shard.tensor)  # so that masters detect the write
         self._note_written(now)
 
     def has_copies(self) -> bool:
-        return any(not self.params[shard.segment.position].is_contiguous() for shard in self.shards)
+        return any(not self.params[shard.segment.param_index].is_contiguous() for shard in self.shards)
 
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter whose values differ from those of a copied shard; None: no parameter differs.
@@ -183,11 +177,11 @@ class ZeroBucket:
         """
         now = self._look()
         for shard in self.shards:
-            position, piece = shard.segment.position, shard.piece
-            if self.params[position].is_contiguous() or now[position] != self._seen[position]:
+            index, tensor = shard.segment.param_index, shard.tensor
+            if self.params[index].is_contiguous() or now[index] != self._seen[index]:
                 continue
-            if piece._version == shard.version and not has_equal_values(self._part(shard.segment), piece.detach()):
-                return self.params[position]
+            if tensor._version == shard.version and not has_equal_values(self._part(shard.segment), tensor.detach()):
+                return self.params[index]
         return None
 
     def reload(self) -> None:
@@ -206,7 +200,7 @@ class ZeroBucket:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
             if self.shards:
                 places = [place for _, place in self._places(flat[self._own])]
-                torch._foreach_copy_(places, [shard.piece for shard in self.shards])
+                torch._foreach_copy_(places, [shard.tensor for shard in self.shards])
         work: Any = getattr(dist, ALL_GATHER)(flat, flat[self._own], group=self.group, async_op=True)
 
         @torch.no_grad()
@@ -231,17 +225,11 @@ class ZeroBucket:
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    @property
-    def in_fixed_order(self) -> bool:
-        return self._tree is not None
-
     def clear(self, set_to_none: bool) -> None:
         clear_gradients(self.params, set_to_none)
-        if self._tree is not None:
-            self._tree.clear()
         for shard in self.shards:
             if set_to_none:
-                shard.piece.grad = shard.gradient = None
+                shard.tensor.grad = shard.gradient = None
             elif shard.gradient is not None:
                 shard.gradient.zero_()
 
@@ -251,14 +239,8 @@ class ZeroBucket:
 
         The returned function waits for the result, and adds it to the shards' gradients. In a sum over ranks, a missing
         gradient counts as zeros. With ``summed``, gradients are summed even if the attribute ``summed`` is False.
-
-        With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets the gradients.
-        Collectives: one reduce-scatter if gradients are summed (one all-to-all with ``sum_order="fixed"``), else none.
+        Collectives: one reduce-scatter if gradients are summed, else none.
         """
-        if self._tree is not None:
-            add = self._tree.start(self._bucket.pack())
-            clear_gradients(self.params, set_to_none=True)
-            return add
         if summed := summed or self.summed:
             own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
             arrived, *held = self._bucket.reduce_scatter(own)
@@ -272,17 +254,13 @@ class ZeroBucket:
             if summed:
                 arrived()
                 held.clear()
-                if self._late != 1.0:
-                    own.mul_(self._late)
+                if self._scale_after != 1.0:
+                    own.mul_(self._scale_after)
                 _add(self._places(own))
             else:
                 _add(parts)
 
         return finish
-
-    def end_window(self) -> None:
-        if self._tree is not None:
-            self.receive(self._tree.finish())
 
     def receive(self, own: Tensor | None) -> None:
         """Set the shards' gradients to the parts of ``own``, this rank's slice of the sum; None: there is no gradient."""
@@ -294,11 +272,53 @@ class ZeroBucket:
                 shard.gradient = part
 
     def _gradient_part(self, segment: Segment) -> Tensor | None:
-        gradient = dense(self.params[segment.position].grad)
+        gradient = dense(self.params[segment.param_index].grad)
         if gradient is None:
             return None
         part = gradient.reshape(-1)[segment.start : segment.start + segment.numel]
         return part.to(self.grad_dtype, copy=self.release)
+
+
+class FixedOrderZeroBucket(ZeroBucket):
+    """A bucket for ``gradients=True`` whose gradients are summed in the order of ``sum_order="fixed"``.
+
+    ``axes`` are all data axes, and the sum is not divided by the number of ranks. Half-precision gradients are summed in
+    float32. Other arguments are as in `ZeroBucket`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: FlatBucket,
+        registry: ProcessGroupRegistry,
+        axes: tuple[str, ...],
+        grad_dtype: torch.dtype,
+        ranks: TreeRanks,
+    ) -> None:
+        hook = NoCompression()
+        super().__init__(params, layout, registry, axes, summed=True, grad_dtype=grad_dtype, hook=hook, release=True)
+        # `ZeroBucket` would pack gradients in ``grad_dtype``, and divide them.
+        self._bucket = GradientBucket(self.params, layout, self.group, hook, sum_dtype(self.params[0]))
+        self._sum = SlicedTreeSum(ranks)
+
+    def clear(self, set_to_none: bool) -> None:
+        super().clear(set_to_none)
+        self._sum.clear()
+
+    @torch.no_grad()
+    def start(self, summed: bool = False) -> Finish:
+        """Start to exchange the gradients of one micro-batch, and free them. `end_window` sets the shards' gradients.
+
+        The returned function waits, and adds the slices of all ranks to partial sums. ``summed`` has no effect.
+        Collectives: one all-to-all.
+        """
+        add = self._sum.start(self._bucket.pack())
+        clear_gradients(self.params, set_to_none=True)
+        return add
+
+    def end_window(self) -> None:
+        """Set the shards' gradients to the sum over the accumulation window."""
+        self.receive(self._sum.finish())
 
 
 def _add(parts: Iterable[tuple[Shard, Tensor | None]]) -> None:
@@ -372,7 +392,7 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
 # The spec of a shard --------------------------------------------------------------------------------------------------
 
 
-def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
+def shard_spec(spec: P, axes: tuple[str, ...]) -> P:
     """Return the layout of a 1-dim shard of a parameter with the layout ``spec``."""
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
@@ -474,10 +494,10 @@ class _Param(NamedTuple):
     @property
     def spec(self) -> P:
         """Return the layout of the stepped tensor: a shard, or the parameter itself."""
-        return piece_spec(self.entry.spec, self.decision.axes) if self.decision.axes else self.entry.spec
+        return shard_spec(self.entry.spec, self.decision.axes) if self.decision.axes else self.entry.spec
 
 
-class _Report(NamedTuple):
+class _RankReport(NamedTuple):
     """The values that `Shards.install` gathers from each rank.
 
     ``meets`` is True if the model may issue collectives over the axis of `Sharded` or a data axis.
@@ -495,15 +515,17 @@ class Shards(ParamTransform):
 
     completes_failed_backward = True
 
-    def __init__(self, how: Sharded, context: PlacementContext) -> None:
-        self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
+    def __init__(self, placement: Sharded, context: PlacementContext) -> None:
+        self.placement, self.registry, self._main_grads = placement, context.registry, context.main_grads
         self._averages_data, self._tree = context.averages_data, context.tree
         self._sliced: list[ZeroBucket] = []  # buckets whose slices `FixedOrderSum` sums
-        self.buckets: list[ZeroBucket] = []  # `_early`, then `_late`: the order of reduction and gathering
-        self._early: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces during backward
-        self._late: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces after backward
+        # ``gradients=True`` reduces buckets during or after backward. `buckets` has all of them, in the order of reduction
+        # and gathering. With ``gradients=False`` all buckets are reduced at the end of the accumulation window.
+        self._during_backward: list[ZeroBucket] = []
+        self._after_backward: list[ZeroBucket] = []
+        self.buckets: list[ZeroBucket] = []  # `_during_backward`, then `_after_backward`
         self._norm_buckets: set[NormBucket] = set()
-        self._all_late, self._uneven = False, frozenset[str]()
+        self._all_after_backward, self._uneven = False, frozenset[str]()
         self._sharded: dict[Tensor, _Param] = {}
         self._segments: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
@@ -528,41 +550,43 @@ class Shards(ParamTransform):
         layouts = self._layouts(sharded)
         self._compare_ranks(params)
         self._sharded |= {param.tensor: param for param in sharded}
-        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {param.tensor: [] for param in sharded}
+        shards: dict[Tensor, list[tuple[Tensor, int]]] = {param.tensor: [] for param in sharded}
         for layout in layouts:
             members = [sharded[index] for index in layout.indices]
             for shard in self._make_bucket(members, layout).shards:
-                param = members[shard.segment.position]
-                annotate(shard.piece, param.spec, param.entry.name)
-                pieces[param.tensor].append((shard.piece, shard.segment.start))
-        self.buckets = self._early + self._late
-        if self.how.gradients:
+                param = members[shard.segment.param_index]
+                annotate(shard.tensor, param.spec, param.entry.name)
+                shards[param.tensor].append((shard.tensor, shard.segment.start))
+        self.buckets = self._during_backward + self._after_backward
+        if self.placement.gradients:
             if self._reducer is not None:
                 self._reducer.remove_hooks()
             known = self._sharded  # not `self`, because a reference to this transform would be a reference cycle
-            self._reducer = BackwardReducer(lambda param: known[param].entry.name, self._early, self._late)
-        return pieces
+            self._reducer = BackwardReducer(
+                lambda param: known[param].entry.name, self._during_backward, self._after_backward
+            )
+        return shards
 
     def _decision(self, entry: ParameterEntry) -> ShardingDecision:
         """Choose the axes over which the state of a parameter is sharded, and whether its bucket sums gradients."""
         choose = partial(
-            choose_sharded_axes, entry, self.how.axis, self.registry.topology, gradients=self.how.gradients
+            choose_sharded_axes, entry, self.placement.axis, self.registry.topology, gradients=self.placement.gradients
         )
         if self._tree is not None:
             decision = choose(averages_data=True)
-            if self._is_in_tree(decision) or (self.how.gradients and decision.summed):
+            if self._is_in_tree(decision) or (self.placement.gradients and decision.summed):
                 return decision
         return choose(averages_data=self._averages_data)
 
     def _not_in_tree(self, params: Sequence[_Param]) -> str | None:
         """Return an error text if ``sum_order="fixed"`` can't sum the gradient of a parameter in backward, else None."""
-        if self._tree is None or not self.how.gradients:
+        if self._tree is None or not self.placement.gradients:
             return None
         for _, entry, decision in params:
             if decision.summed and not self._is_in_tree(decision):
                 return (
                     f"{entry.name}: with sum_order='fixed' gradients are summed over "
-                    f"{', '.join(self._tree.axes)}, but Sharded({self.how.axis!r}, gradients=True) shards them over "
+                    f"{', '.join(self._tree.axes)}, but Sharded({self.placement.axis!r}, gradients=True) shards them over "
                     f"{', '.join(decision.axes)}: give Sharded an alias of all data axes, or leave gradients=True out"
                 )
         return None
@@ -590,29 +614,36 @@ class Shards(ParamTransform):
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _is_late(self, entry: ParameterEntry) -> bool:
+    def _is_reduced_after_backward(self, entry: ParameterEntry) -> bool:
         """Return True if the parameter's bucket must be reduced after backward, not during it (see `Sharded`)."""
-        return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
+        topology = self.registry.topology
+        return self._all_after_backward or bool(entry.spec.owned) or kind_of(entry, topology) in self._uneven
 
     def _make_bucket(self, members: Sequence[_Param], layout: FlatBucket) -> ZeroBucket:
         params, (_, entry, decision) = [member.tensor for member in members], members[0]
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
-        dtype, hook = self._grad_dtype(params[0]), self.how.compression or NoCompression()
-        in_tree, early = self._is_in_tree(decision), self.how.gradients
-        tree = self._tree if in_tree and early else None
-        bucket = ZeroBucket(params, layout, self.registry, decision.axes, decision.summed, dtype, hook, early, tree)
-        if in_tree and not early:
-            self._sliced.append(bucket)
-        (self._late if decision.summed and self._is_late(entry) else self._early).append(bucket)
+        dtype, release = self._grad_dtype(params[0]), self.placement.gradients
+        tree = self._tree if self._is_in_tree(decision) else None
+        if tree is not None and release:
+            bucket: ZeroBucket = FixedOrderZeroBucket(params, layout, self.registry, decision.axes, dtype, tree)
+        else:
+            hook = self.placement.compression or NoCompression()
+            bucket = ZeroBucket(
+                params, layout, self.registry, decision.axes, decision.summed, dtype, hook, release=release
+            )
+            if tree is not None:
+                self._sliced.append(bucket)
+        is_after = decision.summed and self._is_reduced_after_backward(entry)
+        (self._after_backward if is_after else self._during_backward).append(bucket)
         return bucket
 
     def sliced(self) -> list[SlicedBucket]:
         return [SlicedBucket(bucket.params, bucket.layout, bucket.receive) for bucket in self._sliced]
 
     def summed_in_backward(self) -> list[Tensor]:
-        return [param for bucket in self.buckets for param in bucket.params if bucket.in_fixed_order]
+        return [param for bucket in self.buckets if isinstance(bucket, FixedOrderZeroBucket) for param in bucket.params]
 
     def _compare_ranks(self, params: Sequence[_Param]) -> None:
         """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
@@ -627,18 +658,22 @@ class Shards(ParamTransform):
         mine = {NormBucket.of(param.spec, topology) for param in params}
         movable = (entry for _, entry, decision in params if decision.axes and not entry.spec.owned)
         entries = [param.entry for param in params]
-        meets = model_meets_over_data(entries, topology, *topology.expand_aliases(self.how.axis))
-        report = _Report(mine, names, sizes_of(movable, topology), meets, self._not_in_tree(params))
+        meets = model_meets_over_data(entries, topology, *topology.expand_aliases(self.placement.axis))
+        report = _RankReport(mine, names, sizes_of(movable, topology), meets, self._not_in_tree(params))
         reports = gather_objects(report, self.registry)
         if problem := next((of_rank.problem for of_rank in reports if of_rank.problem is not None), None):
             raise ValueError(problem)
-        self._all_late |= any(of_rank.meets for of_rank in reports)
+        self._all_after_backward |= any(of_rank.meets for of_rank in reports)
         self._uneven |= uneven_kinds([of_rank.sizes for of_rank in reports], topology)
         check_same_names([of_rank.names for of_rank in reports], topology)
         self._norm_buckets.update(*(of_rank.buckets for of_rank in reports))
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the reduction plan of the shards. It sums norm contributions also over the axes of `Sharded`."""
+        """Return the reduction plan of the shards. It sums norm contributions also over the axes of `Sharded`.
+
+        It also records the segment of each stepped tensor, because only here the positions of all of them are passed.
+        `check_state` compares these segments with a saved state.
+        """
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next(filter(None, map(self.sharded_over, at.path)), None):
@@ -646,11 +681,11 @@ class Shards(ParamTransform):
                 # are equal along them.
                 averaged = (*entry.averaged, *axes)
                 entry = replace(
-                    entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
+                    entry, spec=shard_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
             entries.append(entry)
         self._segments = [(at.offset, at.tensor.numel()) for at in positions]
-        over = self.registry.topology.expand_aliases(self.how.axis)
+        over = self.registry.topology.expand_aliases(self.placement.axis)
         return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), sharded_over=over)
 
     # The step --------------------------------------------------------------------------------------------------------
@@ -703,13 +738,16 @@ class Shards(ParamTransform):
             reduced = [bucket for bucket in buckets if bucket not in self._sliced]
             for bucket in reduced:
                 bucket.receive(None)  # the parameters' gradients are sums over the window
-            summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
+            summed = not averaged and self.registry.topology.role(self.placement.axis) == "data"
             run_all([partial(bucket.start, summed=summed) for bucket in reduced])
         for bucket in buckets:
-            bucket.end_window()
+            if isinstance(bucket, FixedOrderZeroBucket):
+                bucket.end_window()
         for bucket in buckets:
             for shard in bucket.shards:
-                shard.piece.grad = shard.gradient
+                # The gradient is float32 also for a half-precision shard with main gradients. A later transform, such as
+                # `Masters`, has set the shard's `grad_dtype`.
+                shard.tensor.grad = shard.gradient
 
     def _check_nothing_came(self) -> None:
         for param, sharded in self._sharded.items():
@@ -760,9 +798,8 @@ class Shards(ParamTransform):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._segments[:]}
-        }
+        axis = self.placement.axis
+        return {"shards": {"axis": axis, "size": self.registry.size(axis), "pieces": self._segments[:]}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         saved, own = state.get("shards"), self.state_dict()["shards"]

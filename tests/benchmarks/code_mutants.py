@@ -537,8 +537,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a running main thread has a number",
     (
         "optim/states/sharded.py",
-        "self.params[position].is_contiguous() or now[position] != self._seen[position]",
-        "(now[position] != self._seen[position])",
+        "self.params[index].is_contiguous() or now[index] != self._seen[index]",
+        "(now[index] != self._seen[index])",
     ): "the shard of a contiguous parameter is a view of it, so their values are equal",
     (
         "optim/step/torch_engine.py",
@@ -582,8 +582,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the coefficients add up to 0 whichever rank has the coefficient 1 - n",
     (
         "optim/states/sharded.py",
-        "self._grad_dtype(params[0]), self.how.compression",
-        "self._grad_dtype(params[(-1)]), self.how.compression",
+        "self._grad_dtype(params[0]), self.placement.gradients",
+        "self._grad_dtype(params[(-1)]), self.placement.gradients",
     ): "all parameters of a bucket have one dtype",
     (
         "optim/norm/global_norm.py",

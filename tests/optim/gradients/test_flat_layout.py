@@ -23,11 +23,11 @@ def test_slices_of_flat_buckets_cover_every_element_once(numels: list[int], slic
         seen = [torch.zeros(numel, dtype=torch.int) for numel in bucket.numels]
         for index in range(slices):
             segments = bucket.segments(index)
-            assert len({segment.position for segment in segments}) == len(segments)
+            assert len({segment.param_index for segment in segments}) == len(segments)
             for segment in segments:
-                seen[segment.position][segment.start : segment.start + segment.numel] += 1
+                seen[segment.param_index][segment.start : segment.start + segment.numel] += 1
                 there = index * bucket.slice_numel + segment.offset
-                assert there == bucket.spans[segment.position][0] + segment.start
+                assert there == bucket.spans[segment.param_index][0] + segment.start
                 assert segment.offset + segment.numel <= bucket.slice_numel
                 assert segment.start % ALIGNMENT == segment.offset % ALIGNMENT == 0
         assert all(bool((count == 1).all()) for count in seen)

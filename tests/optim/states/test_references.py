@@ -32,7 +32,7 @@ def reference_slice(
 ) -> list[Tensor]:
     """Return the reference value of the gradients of a bucket's shards in float64, from full gradients of all ranks."""
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
-    parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
+    parts = [totals[s.param_index][s.start : s.start + s.numel] for s in layout.segments(rank)]
     return [part / len(gradients) if average else part for part in parts]
 
 
@@ -55,7 +55,7 @@ def reference_sharded_step(
             copy.grad = gradient.to(copy.dtype)
         optimizer.step()
         for copy, _, s in shards:
-            params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
+            params[s.param_index].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
 
 
 def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
@@ -135,7 +135,7 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
 
         def alone(bucket: ZeroBucket, rank: int) -> torch.optim.Optimizer:
             segments = bucket.layout.segments(rank)  # empty if a slice contains only padding
-            parts = [whole[bucket.params[s.position]].view(-1)[s.start : s.start + s.numel] for s in segments]
+            parts = [whole[bucket.params[s.param_index]].view(-1)[s.start : s.start + s.numel] for s in segments]
             return OPTIMIZERS[kind]([{"params": [part.clone() for part in parts]}], False)
 
         by_rank = {bucket: [alone(bucket, rank) for rank in ranks] for bucket in buckets}

@@ -94,9 +94,14 @@ class CastInputs:
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
-def outputs_to_float32(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Return ``output`` with its floating-point tensors cast to float32. The function is a forward hook."""
-    return cast_floating(output, torch.float32)
+@dataclass(frozen=True)
+class CastOutputs:
+    """Forward hook that casts floating-point outputs to ``dtype``. A pickled model refers to the class by its name."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return cast_floating(output, self.dtype)
 
 
 class Autocast:
@@ -147,7 +152,7 @@ def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
 
     cast_model_(model, wanted)
     model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
-    model.register_forward_hook(outputs_to_float32)
+    model.register_forward_hook(CastOutputs(torch.float32))
 
 
 def autocast_model_(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, attach, label_of
 from ..layout.spec import P, cut_spans
@@ -426,7 +426,8 @@ def accumulate_like_piece(param: DTensor, piece: nn.Parameter) -> None:
             param.grad_dtype = piece.grad_dtype
             param.grad = None if grad is None else grad.to(piece.grad_dtype)
 
-    first, second = param.register_hook(before), list[RemovableHandle]()
+    unserializable: Any = unserializable_hook  # else torch.save of the parameter warns that the hook is not saved
+    first, second = param.register_hook(unserializable(before)), list[RemovableHandle]()
 
 
 def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
@@ -674,28 +675,27 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
     """Return the fields of `local_parameters.local_gradients` for lists with DTensors, and cache them on the DTensors."""
     params = list(params)
-    valid = _cached_lists(params, topology)
-    if valid is not None:
+    members = [*map(_MEMBERS, params)]
+    seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
+    grads = [param.grad for param in params]
+    if all(seen) and (valid := _valid_columns(params, members, grads, seen, topology)) is not None:
         return valid
-    found = [_cached_lists([param], topology) or _look_up(param, topology, sum_partial) for param in params]
-    return (
-        [piece for (piece,), _, _, _ in found],
-        [grad for _, (grad,), _, _ in found],
-        [annotation for _, _, (annotation,), _ in found],
-        None,
-    )
+    found = [
+        (one[0][0], one[1][0], one[2][0])
+        if cached is not None and (one := _valid_columns([param], [own], [grad], [cached], topology)) is not None
+        else _look_up(param, topology, sum_partial)
+        for param, own, grad, cached in zip(params, members, grads, seen, strict=True)
+    ]
+    return [piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found], None
 
 
-def _cached_lists(params: list[Any], topology: Topology) -> LocalLists | None:
+def _valid_columns(
+    params: list[Any], members: list[Any], grads: list[Any], seen: list[Any], topology: Topology
+) -> LocalLists | None:
     """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
     The checks are passes over lists in C, because Python code per parameter would be slow.
     """
-    members = [*map(_MEMBERS, params)]
-    seen: list[Any] = [of_param.get(SEEN) for of_param in members]
-    if not all(seen):
-        return None
-    grads = [param.grad for param in params]
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
     except AttributeError:
@@ -712,13 +712,13 @@ def _cached_lists(params: list[Any], topology: Topology) -> LocalLists | None:
     return (list(pieces), local_grads, list(annotations), sizes) if is_valid else None
 
 
-def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> LocalLists:
-    """Return the result of `of_each` for one parameter, without using the cache.
+def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:
+    """Return the local parameter, local gradient and annotation of one parameter, without using the cache.
 
     The result is cached on a DTensor whose gradient is dense, real and in the placements of the parameter.
     """
     if not isinstance(param, DTensor):
-        return [param], [param.grad], [annotation_of(param)], None
+        return param, param.grad, annotation_of(param)
     if sum_partial:
         sum_partial_gradient(param)
     piece, grad = local_parameter(param, topology), param.grad
@@ -727,4 +727,4 @@ def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> LocalLists
     if is_plain and isinstance(grad, DTensor) and grad.placements == param.placements:
         valid_for = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
         setattr(param, SEEN, _Seen(piece, annotation, grad._local_tensor.numel(), *valid_for))
-    return [piece], [local_grad], [annotation], None
+    return piece, local_grad, annotation

@@ -405,8 +405,10 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     if over is None:
         return local.detach().clone(memory_format=torch.contiguous_format)
     shapes = _gather_shapes(local, over)
-    padded = local.new_empty([max(lengths) for lengths in zip(*shapes.values(), strict=True)])
-    padded[tuple(map(slice, local.shape))] = local.detach()
+    padded, largest = local.detach(), tuple(max(lengths) for lengths in zip(*shapes.values(), strict=True))
+    if local.shape != largest:
+        padded = local.new_empty(largest)
+        padded[tuple(map(slice, local.shape))] = local.detach()
     pieces = zip(shapes.items(), all_gather(padded.unsqueeze(0), over), strict=True)
     trimmed = [(piece[tuple(map(slice, shape))], registry.topology.coordinate(rank)) for (rank, shape), piece in pieces]
     return _join(trimmed, spec, registry.topology)

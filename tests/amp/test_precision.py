@@ -177,6 +177,14 @@ def test_copy_of_prepared_model_uses_its_own_weights(mode: str, clone: Callable[
     assert model(x, tokens)["logits"].any()
 
 
+def test_output_hook_of_a_model_pickled_by_version_0_3_0_loads() -> None:
+    made = b"ccopy_reg\n_reconstructor\n(cmeshstep.amp.casting\nCastOutputs\nc__builtin__\nobject\nNtR"
+    hook = pickle.loads(made + b"(dVdtype\nctorch\nfloat32\nsb.")
+    assert hook(nn.Identity(), (), torch.ones(2, dtype=torch.float16)).dtype is torch.float32
+    model = pickle.loads(pickle.dumps(NaiveFp16().prepare(nn.Linear(2, 2))))
+    assert [*model._forward_hooks.values()] == [hook]
+
+
 @MODES
 def test_preparing_a_model_twice_raises(mode: str) -> None:
     model = TABLE[mode][0].prepare(Net())

@@ -24,7 +24,8 @@ from meshstep.parallel import (
 )
 from meshstep.parallel.interop.dtensor import keep_specs
 from meshstep.parallel.layout.shard import Region, local_index
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from world import World
 
 SPECS = [
@@ -130,6 +131,33 @@ def round_trips(topology: Topology, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_unshard_inverts_shard(world: World, topology: Topology, dtype: torch.dtype) -> None:
     world.run(4, round_trips, topology, dtype)
+
+
+class Created(TorchDispatchMode):
+    """Records the shapes of the tensors that `Tensor.new_empty` creates in this mode."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and func is torch.ops.aten.new_empty.default:
+            self.shapes.add(tuple(result.shape))
+        return result
+
+
+def pads_shard(rows: int) -> bool:
+    with ProcessGroupRegistry(Topology(row=2)) as registry:
+        piece = shard(torch.ones(rows, 3), P("row"), registry, uneven=True)
+        with Created() as created:
+            unshard(piece, P("row"), registry)
+        return (4, 3) in created.shapes
+
+
+def test_unshard_copies_only_shards_that_are_shorter_than_others(world: World) -> None:
+    assert world.run(2, pads_shard, 8) == [False, False]
+    assert world.run(2, pads_shard, 7) == [False, True]
 
 
 def pieces(spec: P) -> list[float]:

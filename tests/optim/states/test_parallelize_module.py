@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from typing import Any
 
 import pytest
@@ -143,3 +145,19 @@ def test_gradients_of_bfloat16_dtensors_accumulate_in_float32(
 ) -> None:
     for norms in world.run(4, accumulated, precision, options, unfrozen):
         assert norms == pytest.approx([4 * (LARGE + 3 * SMALL)] * 2, rel=1e-6)
+
+
+def save_before_backward() -> list[str]:
+    """Return the texts of the warnings when the parameters of a bfloat16 model with an optimizer are saved."""
+    with registry_of((("tensor", 2),)) as registry:
+        block = parallel_block(registry).bfloat16()
+        declare(block, {"norm.*": P(partial="tensor"), "*": P()})
+        ParallelOptimizer(torch.optim.AdamW(block.parameters()), registry, precision="bf16")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.save([*block.parameters()], io.BytesIO())
+        return [str(warning.message) for warning in caught]
+
+
+def test_saving_half_precision_dtensor_parameters_before_backward_warns_of_nothing(world: World) -> None:
+    assert world.run(2, save_before_backward) == [[]] * 2

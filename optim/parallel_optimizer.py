@@ -588,6 +588,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             raise ValueError(
                 "step takes no closure: it uses the gradients of earlier backward calls; call backward, then step"
             )
+        # The stages and their collectives: docs/explanation/STAGES.md
         with self._tracked("step"):
             window = self._window
             window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)
@@ -608,7 +609,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     self._update(decision)
                 if self.loss_scale is not None:
                     self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
-                window_error, observer_error = window.take_error(), self._chain.take_error()  # both: none may stay
+                # Take both errors, so that none stays for the next step. Table of error routes: step/window.py, `defer`
+                window_error, observer_error = window.take_error(), self._chain.take_error()
                 problem = window_error or problem or decision.problem or observer_error
                 self._finish_window(decision)
             except Exception as error:

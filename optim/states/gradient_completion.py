@@ -31,6 +31,8 @@ from ..step.step_agreement import ParamFacts, StepAgreement, thawed_text
 from ..step.window import Window
 from .chain import TransformChain
 
+_NO_FACTS = ParamFacts()
+
 _CHAINS: WeakSet[TransformChain] = WeakSet()
 """The transform chains of all optimizers. A parameter of a model may belong to any of several optimizers."""
 
@@ -77,7 +79,7 @@ class GradientCompletion:
         self.grads_checked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
         self._unused: UnusedParameters | None = unused
-        self.param_facts = ParamFacts()
+        self.param_facts = _NO_FACTS
         self._in_backward = in_backward
         # Set after the first window if there are several ranks and ``in_backward`` is True.
         self._arrived: ArrivedGradients | None = None
@@ -113,6 +115,36 @@ class GradientCompletion:
         # After an explicit clip, ``decision`` is not None, but ``phase`` may be "broken" instead of "clipped".
         if window.phase in ("complete", "clipped") or window.decision is not None:
             return None
+        averaged = self._take_over(window, switch)
+        frozen_ids, frozen_problem = self._frozen_since()
+        without_gradient = self._without_gradient()
+        if window.scaled:
+            window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
+        own_report = None if self.grads_checked else self._own_report(window)
+        if self._unused is not None and not window.captured:
+            self._watch_first_windows(self._unused)
+        self._reduce_early(window)
+        if own_report is not None:
+            already_averaged = averaged and switch is not None and (switch.in_backward or window.reduced)
+            self._check_reports(own_report, window, already_averaged)
+        if self._agreement is not None and without_gradient:
+            missing = tuple(at for at in without_gradient if at in self._agreement.replicated)
+            self.param_facts = self.param_facts._replace(without_gradient=missing)
+        problem = self._pull(window, averaged) or frozen_problem
+        self._reduce_rest(averaged)
+        if frozen_ids:
+            self._forget(frozen_ids)
+        window.complete()
+        for observer in self.chain.observers:
+            _observe(observer.reduced_grads, window)
+        return problem
+
+    def _take_over(self, window: Window, switch: GradSyncController | None) -> bool:
+        """Collect the model's gradients from backward and from ``switch``, and call the observers of local gradients.
+
+        Return False if the gradients must still be averaged over the data axes, because torch's data parallelism did
+        not reduce the last micro-batch.
+        """
         self._check_converted()
         self.separate()
         for observer in self.chain.observers:
@@ -122,29 +154,30 @@ class GradientCompletion:
         averaged = switch is None or switch.averages(window)
         if switch is not None:
             switch.hand_over(self.chain.params)
-        problem: Exception | None
-        frozen, problem = self._frozen_since()
-        without = self._without_gradient()
-        if window.scaled:
-            window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
-        seen = None if self.grads_checked else self._seen(window)
-        if self._unused is not None and not window.captured:
-            self._watch_first_windows(self._unused)
-        # Buckets that backward did not reduce on this rank are reduced here, before the transforms run: other ranks may
-        # have reduced them in backward, and all ranks must issue their collectives in the same order.
+        return averaged
+
+    def _reduce_early(self, window: Window) -> None:
+        """Issue the collectives of buckets and transforms that backward would have issued, but did not on this rank.
+
+        They come before the collectives of `_pull`: other ranks may have issued them in backward, and all ranks must
+        issue their collectives in the same order.
+        """
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:
             transform.catch_up(window)
-        if seen is not None:
-            self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
-        if self._agreement is not None and without:
-            missing = tuple(at for at in without if at in self._agreement.replicated)
-            self.param_facts = self.param_facts._replace(without_gradient=missing)
+
+    def _pull(self, window: Window, averaged: bool) -> Exception | None:
+        """Run the `pull_grads` of each transform, which may issue collectives, and check the stepped tensors' gradients.
+
+        Return the error for an unusable gradient of this rank, which is replaced by NaN; None: all are usable. In the
+        first window, raise the error of a stepped tensor's gradient on every rank instead.
+        """
+        problem: Exception | None = None
         for transform in self.chain.pulling_grads:
             problem = transform.pull_grads(window, averaged) or problem
         window.has_stale_grads = True
-        if seen is not None:
+        if not self.grads_checked:
             on_all_ranks(lambda: check_kinds(self.table), self.chain.registry)
             self.grads_checked = window.grads_checked = True
             self.separate.end_first_window()
@@ -153,17 +186,16 @@ class GradientCompletion:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
                 problem = poison_bad_kinds(self.table) or problem
-        # ``averaged`` is False if torch's data parallelism did not reduce the last micro-batch. Then these buckets
-        # average over the data axes as well.
+        return problem
+
+    def _reduce_rest(self, averaged: bool) -> None:
+        """Reduce the stepped tensors' gradients over the axes that are left after `_reduce_early` and `_pull`.
+
+        If ``averaged`` is False, the data axes are among them (`_take_over`).
+        """
         buckets = self._buckets if averaged else gradient_buckets(self.params, self.table.plan, self.chain.registry)
         if buckets:
             reduce_all(buckets)
-        if frozen:
-            self._forget(frozen)
-        window.complete()
-        for observer in self.chain.observers:
-            _observe(observer.reduced_grads, window)
-        return problem
 
     def _watch_first_windows(self, unused: UnusedParameters) -> None:
         """Check for parameters without gradients and, in the second and 16th window, for weights that other code wrote.
@@ -179,19 +211,19 @@ class GradientCompletion:
         if not unused.end_window(overwritten, self._has_fingerprints):
             self._unused = None
 
-    def _seen(self, window: Window) -> GradientReport:
-        """Return this rank's report on its gradients and on the model's modules, which `_look` gathers and checks."""
+    def _own_report(self, window: Window) -> GradientReport:
+        """Return this rank's report on its gradients and on the model's modules, for `_check_reports`."""
         params = self.chain.params
-        seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
+        report = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
-        seen = seen._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
+        report = report._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
         found = None
-        if seen.wrong is None:
+        if report.wrong is None:
             found = find_misplaced_ddp(self.chain.params_by_entry(self.table.model_plan), self.chain.registry)
         if found is None:
-            return seen
+            return report
         name, ranks = found
-        return seen._replace(
+        return report._replace(
             wrong=f"a DistributedDataParallel over the ranks {ranks} wraps {name}, of which these ranks hold different "
             "shards. It has overwritten all shards with the shard of one rank, and averages gradients of different shards. "
             "Build the model again, and don't wrap it: step() averages gradients over the data axes. Or, if no parameter "
@@ -200,24 +232,24 @@ class GradientCompletion:
             "as data_parallel="
         )
 
-    def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
+    def _check_reports(self, own_report: GradientReport, window: Window, averaged: bool) -> None:
         """Check the gradients of the first window on all ranks, and record which DTensors have partial gradients.
 
         On every rank, raise an error if a rank's report shows an error, or if settings differ between ranks.
         Collectives: an object all-gather.
         """
         params = self.chain.params
-        seen = gather_objects(mine, self.chain.registry)
-        check_gradients_came(seen, window.scaled)
-        self._model.check([of_rank.missing for of_rank in seen])
-        self._has_copies = any(of_rank.has_copies for of_rank in seen)
-        if self._agreement is not None and sum(of_rank.facts for of_rank in seen) != 0:
+        reports = gather_objects(own_report, self.chain.registry)
+        check_gradients_came(reports, window.scaled)
+        self._model.check([report.missing for report in reports])
+        self._has_copies = any(report.has_copies for report in reports)
+        if self._agreement is not None and sum(report.facts for report in reports) != 0:
             error = self._agreement.error(
                 self._agreement.sent, "ranks disagree about the first step, nothing was stepped"
             )
             raise error from window.take_error()
-        warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
-        if settle_sums(params, [of_rank.sums for of_rank in seen]):
+        warn_of_written_gradients(reports, self.chain.registry.topology, window.scaled, averaged)
+        if settle_sums(params, [report.sums for report in reports]):
             self.table = self.table.with_specs(lambda row: self._with_sums(row.spec, row.param))
             self._buckets = list(self._make_buckets(self.table.plan))
         if self._agreement is not None:
@@ -290,10 +322,12 @@ class GradientCompletion:
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
-        beyond = enumerate(self.chain.left_out, len(self.chain.given))
-        left_out = [at for at, (_, param) in beyond if param.requires_grad]
+        left_out: list[int] = []
+        if self.chain.left_out:
+            beyond = enumerate(self.chain.left_out, len(self.chain.given))
+            left_out = [at for at, (_, param) in beyond if param.requires_grad]
         if not found and not left_out:
-            self.param_facts = ParamFacts()
+            self.param_facts = _NO_FACTS
             return frozen, None
         given, problem = self.chain.given, None
         thawed = (*(at for at in found if not given[at].trained), *left_out)

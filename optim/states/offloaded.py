@@ -41,7 +41,7 @@ from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..norm.param_table import ParamPosition
 from ..norm.plan import ReductionPlan
-from ..step.update import steps_in_parts
+from ..step.update import may_step_in_several_calls
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
@@ -360,7 +360,7 @@ class OffloadTransform(ParamTransform):
         Host synchronization: a wait for the gradients of each bucket, and for the last bucket of weights per device.
         """
         with self._opened():
-            if self.may_step_partially and steps_in_parts(self.optimizer):
+            if self.may_step_partially and may_step_in_several_calls(self.optimizer):
                 self._step_in_parts(request, update)
             else:
                 for bucket in self.buckets:

@@ -8,8 +8,8 @@ with zeros in place of missing gradients.
 Each rank counts, for each full tensor, its shards with a gradient. The collective that measures the gradient norm sums
 these counts. A rank steps each shard without a gradient in a separate update with zero gradients. The device skips this
 update if the sum of the tensor's counts is 0. This needs no host synchronization and no further collective. If an
-elementwise optimizer can't step in parts (`steps_in_parts`), the host reads the sums instead. A full-tensor optimizer
-such as Muon steps all tensors in one call, and restores those whose sum is 0.
+elementwise optimizer can't step in several calls (`may_step_in_several_calls`), the host reads the sums instead. A
+full-tensor optimizer such as Muon steps all tensors in one call, and restores those whose sum is 0.
 """
 
 from __future__ import annotations

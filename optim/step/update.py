@@ -57,6 +57,9 @@ def invalidate_before_updates(forget: Callable[[], None]) -> None:
 class UpdateEngine:
     """The engine that updates an optimizer's parameters with compiled C loops, Triton kernels, or torch's kernels.
 
+    Path of a usual step: `run` -> parameter transforms -> `step` -> each device -> split weights, if any -> each
+    optimizer of a `CombinedOptimizer` -> C loops, Triton kernels or torch's kernels.
+
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
     gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients, except that some
@@ -65,7 +68,7 @@ class UpdateEngine:
 
     Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
     skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has tensors
-    on the CPU, or tensors of an elementwise optimizer for which `steps_in_parts` is False.
+    on the CPU, or tensors of an elementwise optimizer for which `may_step_in_several_calls` is False.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,17 +94,17 @@ class UpdateEngine:
             forget()
         apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
         if apart:
-            self._step_apart(request, apart)
+            self._step_with_own_flags(request, apart)
         else:
-            self._step_together(request)
+            self._step_each_device(request)
 
-    def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
+    def _step_with_own_flags(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
         """Step each parameter in ``apart`` alone, with its flag in ``request.skip_of``, and all other parameters together.
 
         There are two exceptions. Full-tensor optimizers step all of their parameters together, and read the flags in
-        their attribute ``skip_of``. For an elementwise optimizer that can't step in parts (`steps_in_parts`), the host
-        reads the flags and removes the gradients of skipped parameters; the optimizer then steps its other parameters
-        together.
+        their attribute ``skip_of``. For an elementwise optimizer that can't step in several calls
+        (`may_step_in_several_calls`), the host reads the flags and removes the gradients of skipped parameters; the
+        optimizer then steps its other parameters together.
 
         Host synchronization: one to read flags in the second case; one per parameter in ``apart`` that is on the CPU
             with a flag on a GPU.
@@ -113,7 +116,7 @@ class UpdateEngine:
         for part in parts_of(self.optimizer):
             if not asks_other_ranks(part):
                 own = [param for param in params_of(part) if id(param) in ids]
-                if steps_in_parts(part):
+                if may_step_in_several_calls(part):
                     one_by_one += [(part, param) for param in own]
                 else:
                     on_host += own
@@ -128,7 +131,7 @@ class UpdateEngine:
             for part in full:
                 part.skip_of = skip_of
             try:
-                self._step_together(request)
+                self._step_each_device(request)
             finally:
                 for part in full:
                     del part.skip_of
@@ -137,30 +140,35 @@ class UpdateEngine:
             own_request = _on_cpu(request) if param.is_cpu and request.on_host is not None else request
             only = [[other for other in group["params"] if other is param] for group in part.param_groups]
             with holding(part, only):
-                self._step_split(part, replace(own_request, skip=skip, on_host=None))
+                self._step_split_weights(part, replace(own_request, skip=skip, on_host=None))
 
-    def _step_together(self, request: UpdateRequest) -> None:
+    def _step_each_device(self, request: UpdateRequest) -> None:
+        """Step the parameters on a GPU, then those on the CPU, in one `_step_split_weights` call for each device.
+
+        There is only one call if all parameters are on one kind of device, or if the optimizer can't step in several
+        calls; and no call if the C loops can step all parameters from cached rows.
+        """
         optimizer = self.optimizer
         if request.split_weights is None and step_cached_rows(optimizer, request, self._cache_of(optimizer)):
             return
         if request.on_host is None:
-            self._step_split(optimizer, request)
+            self._step_split_weights(optimizer, request)
             return
         sides = sorted({param.is_cpu for param in params_of(optimizer)})
-        if len(sides) == 2 and steps_in_parts(optimizer):
+        if len(sides) == 2 and may_step_in_several_calls(optimizer):
             for on_cpu in sides:  # GPU first: its kernels run while the host steps on the CPU
                 side = [
                     [param for param in group["params"] if param.is_cpu == on_cpu] for group in optimizer.param_groups
                 ]
                 with holding(optimizer, side):
-                    self._step_split(optimizer, _on_cpu(request) if on_cpu else request)
+                    self._step_split_weights(optimizer, _on_cpu(request) if on_cpu else request)
         else:
-            self._step_split(optimizer, _on_cpu(request) if True in sides else request)
+            self._step_split_weights(optimizer, _on_cpu(request) if True in sides else request)
 
     def _cache_of(self, optimizer: torch.optim.Optimizer) -> RowCache:
         return self._caches.setdefault(optimizer, {})
 
-    def _step_split(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
+    def _step_split_weights(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
         """Step parameters, some of which may be split weights: bfloat16 weights with int16 remainders.
 
         The C loops join weight and remainder to a float32 master, step the master and split it again in one pass. For
@@ -168,10 +176,10 @@ class UpdateEngine:
         """
         weights = request.split_weights
         if weights is None:
-            self._step_parts(optimizer, request)
+            self._step_each_optimizer(optimizer, request)
             return
         for part in parts_of(optimizer):
-            update = partial(self._step_parts, part, replace(request, split_weights=None))
+            update = partial(self._step_each_optimizer, part, replace(request, split_weights=None))
             loops = loops_for(part, request.skip, request.factor) if steps_on_device(part) else None
             if loops is None:
                 weights.step(part, update)
@@ -179,14 +187,14 @@ class UpdateEngine:
                 with holding(part, left):
                     weights.step(part, update)
 
-    def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
+    def _step_each_optimizer(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
         """Step ``optimizer``, or each optimizer of a `CombinedOptimizer`, with kernels that support it.
 
         Host synchronization: one if `steps_on_device` is False for any of them.
         """
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
-            for bucket in _stepped_at_once(part):
+            for bucket in _separate_calls(part):
                 with _holding(part, bucket):
                     if steps_on_device(part):
                         self._step_on_device(part, request)
@@ -198,6 +206,7 @@ class UpdateEngine:
                     _step_on_host(part, request.factor)
 
     def _step_on_device(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
+        """Step ``optimizer``, which is not a `CombinedOptimizer`, by the first engine that supports it."""
         left: list[list[Tensor]] = []
         cache = self._cache_of(optimizer)
         if (kernels := triton_for(optimizer, request.skip, request.factor)) is not None:
@@ -231,7 +240,7 @@ def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None
         yield
 
 
-def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
+def _separate_calls(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
     """Divide the parameters into buckets, which must be stepped in separate calls; ``[None]``: one call can step all.
 
     A fused optimizer has separate buckets for these parameters, so that the update of a parameter does not depend on
@@ -328,7 +337,7 @@ def check_steps_on_gpu(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+def may_step_in_several_calls(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer may step its parameters in several calls, with the same result as in one call."""
     has_hooks = any(map(has_step_hooks, parts_of(optimizer)))
     has_dampening = any(map(_has_dampening, optimizer.param_groups))

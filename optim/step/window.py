@@ -448,6 +448,20 @@ class Window:
 
     # Errors of this rank ---------------------------------------------------------------------------------------------
 
+    # An error of one rank takes one of five routes through `ParallelOptimizer.step`. Except on the first route, the rank
+    # raises the error at the end of the step, because other ranks would wait in the remaining collectives.
+    #
+    # | route                                 | example                   | result on all ranks                        |
+    # |---------------------------------------|---------------------------|--------------------------------------------|
+    # | raised at once, then `count_failure`  | a converted parameter     | all later steps are skipped, unless every  |
+    # |                                       |                           | rank raised an error                       |
+    # | `defer`                               | unusable master weights   | the step is skipped: `ErrorFacts`          |
+    # | returned by `GradientCompletion`      | a sparse gradient         | the step is skipped: NaN in the gradient   |
+    # |                                       | an unfrozen parameter     | the step is skipped: `ParamFacts`          |
+    # | `StepDecision.problem`                | an exception in `commit`  | the step is skipped: the rank's vote       |
+    # | `TransformChain.take_error`           | an exception in           | the step is taken                          |
+    # |                                       | `StepObserver.update`     |                                            |
+
     def defer(self, error: Exception) -> None:
         """Record an error of this rank: the step is skipped on all ranks, and this rank raises the error at its end.
 

@@ -552,7 +552,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "False is the default",
     (
         "optim/states/gradient_completion.py",
-        "self._agreement is not None and without",
+        "self._agreement is not None and without_gradient",
         "(self._agreement is not None)",
     ): "without such parameters, the new value equals the old one, which `_frozen_since` has reset",
     (

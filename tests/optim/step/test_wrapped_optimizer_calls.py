@@ -15,7 +15,7 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Replayable, Sharded, To
 from meshstep.optim.kernels.choice import chosen
 from meshstep.optim.schedule import follow
 from meshstep.optim.step.c_engine import loops_for
-from meshstep.optim.step.update import steps_in_parts
+from meshstep.optim.step.update import may_step_in_several_calls
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
 from world import World
@@ -94,7 +94,7 @@ def test_native_loops_step_a_wrapped_optimizer_only_if_it_is_fused(fused: bool) 
     model = small()
     inner = adamw(model, fused=fused)
     optimizer = ParallelOptimizer(inner, alone(), max_norm=0.5)
-    assert steps_in_parts(inner) == fused
+    assert may_step_in_several_calls(inner) == fused
     if chosen.native is not None:
         assert (loops_for(inner) is not None) == fused
     window(optimizer, model)

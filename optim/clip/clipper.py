@@ -1,7 +1,7 @@
 """Compute clip coefficients from measured norms, and apply them to the gradients.
 
-    final gradient = gradient * inverse * factor,      factor = rule(norms * inverse, state)
-    inverse = D / W / loss scale
+    final gradient = gradient * factor,            factor = inverse * coef
+    coef = rule(norms * inverse, state),           inverse = D / W / loss scale
 
 Before clipping, a gradient still contains the loss scale. Gradient reduction has divided it by the number D of
 data-parallel ranks. But the mean over an accumulation window (the micro-batches of one step) needs a division by the
@@ -26,11 +26,12 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradients
 from ..kernels.device_constants import Constants
 from ..norm.exact_norm import ExactNorm
-from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
+from ..norm.global_norm import GlobalNorm, Named, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
+from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
-from .base import NOTHING, Clip, ClipResult, ClipState, check_number_threshold
+from .base import NOTHING, Clip, ClipState, check_number_threshold
 from .rules import ByGroup, ByNorm, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class StepDecision(NamedTuple):
     """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor`` in the update.
 
     ``factor`` is a 0-dim factor that the update must apply; None: gradients are already multiplied, or need no factor.
-    ``past`` is True if the step is skipped because its gradients bypassed `ParallelOptimizer.backward`, or in
+    ``bypassed`` is True if the step is skipped because its gradients bypassed `ParallelOptimizer.backward`, or in
     `clip_grad_norm_` because a rank found an error (``"bypassed"`` in `GradScaleInfo`); None: not checked. ``problem`` is
     the exception that ``commit=`` raised on this rank. ``shard_counts`` has for each logical parameter the number of its
     shards with a gradient, summed over all ranks; None: not counted, for example because no parameter is sharded.
@@ -113,7 +114,7 @@ class StepDecision(NamedTuple):
     stats: GradStats
     skipped: Tensor
     factor: Tensor | None
-    past: Tensor | None = None
+    bypassed: Tensor | None = None
     problem: Exception | None = None
     shard_counts: Tensor | None = None
 
@@ -146,8 +147,8 @@ class GradScaleInfo(NamedTuple):
             ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled or,
                 in `clip_grad_norm_`, because a rank found an error.
         scale: The loss scale that gradients still contain.
-        is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
-            ``"window_weight"``.
+        divides: True: the step divides gradients by the window's weight, or by ``mean_of`` if no rank gave a weight.
+            Needs the field ``"window_weight"``.
         data_ranks: The number of ranks over which gradients were averaged.
         loss_scale: The loss scale of the backward pass, for `GradStats`.
         mean_of: The number of micro-batches over which the window's gradient is the mean; with ``sum_order="fixed"``,
@@ -156,7 +157,7 @@ class GradScaleInfo(NamedTuple):
 
     pack: PackedSum
     scale: Tensor | None = None
-    is_weighted: bool = False
+    divides: bool = False
     data_ranks: int = 1
     loss_scale: Tensor | None = None
     mean_of: int = 1
@@ -233,8 +234,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 # Measure gradients and apply a clipping rule --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MeasurementSpec:
+class MeasurementSpec(NamedTuple):
     """A description of the norms that a clipping rule needs. The fields mean the same as the attributes of `Clip`."""
 
     norm_type: float
@@ -247,10 +247,26 @@ class MeasurementSpec:
         return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim), self.patterns))
 
     @classmethod
-    def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
-        if clip is None:
+    def of(cls, rule: Clip | None, norm_type: float) -> MeasurementSpec:
+        """Return the norms that ``rule`` needs. ``norm_type`` is used if the rule has no p."""
+        if rule is None:
             return cls(norm_type)
-        return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
+        p = norm_type if rule.norm_type is None else rule.norm_type
+        return cls(p, rule.level, rule.weights, rule.unit_dim, rule.patterns)
+
+
+class StepFlags(NamedTuple):
+    """Flags of a step that do not depend on the clipping rule, each 0-dim. They are equal on all ranks.
+
+    ``finite`` is False if the norm is non-finite or ``bypassed`` is True. The other fields mean the same as in
+    `StepDecision` and `GradStats`.
+    """
+
+    finite: Tensor
+    bypassed: Tensor | None
+    rejected: Tensor | None
+    replicas_diverged: Tensor | None
+    ranks_disagree: Tensor | None
 
 
 class GradientClipper:
@@ -354,66 +370,107 @@ class GradientClipper:
         Host synchronization: by ``commit=``, as `GlobalNorm`, and one if ``checks`` run.
         """
         vote = self.vote if earlier is None else None
-        needs = MeasurementSpec.of(rule, self._norm_type(clip))
+        needs = MeasurementSpec.of(rule, self.norm_type)
         norms, inverse, sums, needs_met = self._measure_on_all_ranks(needs, scale_info, vote, captured)
         if not needs_met:  # ranks disagree, so the step is skipped, and no rule is applied
             clip = rule = None
-        finite, past = norms.total < inf, None  # False for NaN
+        flags = self._read_flags(norms.total, sums, vote)
+        coef, reported, spiked = self._apply_rule(rule, clip, norms, flags, earlier, captured)
+        factor = self._scale_in_place(rule, needs, coef, inverse, in_place)
+        stats = self._stats(rule, needs, norms, flags, reported, spiked, scale_info.loss_scale)
+        problem = None if vote is None else vote.problem
+        decision = StepDecision(stats, stats.skipped, factor, flags.bypassed, problem, sums.get(SHARD_COUNTS))
+        return decision if earlier is None else decision.after(earlier)
+
+    def _read_flags(self, total: Tensor, sums: Mapping[str, Tensor], vote: SkipVote | None) -> StepFlags:
+        """Return the flags of a step from the total norm and the packed fields, summed over all ranks."""
+        finite, bypassed = total < inf, None  # False for NaN
         if "bypassed" in sums:
             # Gradients of a backward that bypassed the optimizer must not be applied. A norm of 0 is accepted, because
             # torch's state-dict functions make a step with gradients of zeros, to create optimizer states.
-            past = (sums["bypassed"][0] < 0) & (norms.total != 0)
-            finite = finite & ~past
+            bypassed = (sums["bypassed"][0] < 0) & (total != 0)
+            finite = finite & ~bypassed
         rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
-        disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
-        clip_result = ClipResult(None)
-        if rule is not None:
-            state = ClipState(rule) if clip is None else clip
-            clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
-            if clip_result.state:
-                before = None if earlier is None else earlier.skipped
-                state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed, before))
-        factors, one = clip_result.factors, self._one
+        ranks_disagree = sums["agreement"][0] != 0 if "agreement" in sums else None
+        return StepFlags(finite, bypassed, rejected, replicas_diverged, ranks_disagree)
+
+    def _apply_rule(
+        self,
+        rule: Clip | None,
+        clip: ClipState | None,
+        norms: Norms,
+        flags: StepFlags,
+        earlier: StepDecision | None,
+        captured: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return (coef, reported, spiked) of a step, and update the rule's state. Gradients are unchanged.
+
+        ``coef`` has the clip coefficients at the rule's level; None: the rule has none, or there is no rule. All are 1 if
+        ``flags.finite`` is False. ``reported`` and ``spiked`` are the values of `GradStats.clip_coef` and
+        `GradStats.spiked`.
+        """
+        one, finite = self._one, flags.finite
         # The constant is created in the first step, because `Constants` creates none during the capture of a CUDA graph.
         if one is None or one.device != norms.total.device:
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
-        factor: Tensor | None = inverse
-        level: Level = "total"
-        if rule is None or factors is None:
-            coef = torch.ones_like(norms.total)
+        if rule is None:
+            return None, torch.ones_like(norms.total), None
+        state = ClipState(rule) if clip is None else clip
+        result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
+        if result.state:
+            state.remember(result, _is_applied(flags, earlier))
+        spiked = result.spiked(finite)
+        if result.factors is None:
+            return None, torch.ones_like(norms.total), spiked
+        shown = rule.reported_coef(result.factors, norms)
+        coef = torch.where(finite, result.factors, one)
+        return coef, coef if shown is result.factors else torch.where(finite, shown, one), spiked
+
+    def _scale_in_place(
+        self, rule: Clip | None, needs: MeasurementSpec, coef: Tensor | None, inverse: Tensor | None, in_place: bool
+    ) -> Tensor | None:
+        """Multiply the gradients by ``inverse * coef`` if the update can't, and let the rule finish them in place.
+
+        ``coef`` and ``inverse`` are 1 if None. Return the factor that the update must apply, or None.
+        """
+        factor, level = inverse, needs.level
+        if coef is None:
+            level = "total"
         else:
-            shown = rule.reported_coef(factors, norms)
-            coef = safe = torch.where(finite, factors, one)
-            if shown is not factors:
-                coef = torch.where(finite, shown, one)
-            factor, level = safe if inverse is None else safe * inverse, rule.level
-        if factor is not None and (in_place or level != "total" or (rule is not None and rule.in_place)):
+            factor = coef if inverse is None else coef * inverse
+        rule_writes = rule is not None and rule.in_place
+        if factor is not None and (in_place or level != "total" or rule_writes):
             self._multiply_(needs, level, factor)
             factor = None
-        if rule is not None and rule.in_place:
+        if rule is not None and rule_writes:
             rule.finish_(self.params)
-        spiked, names = clip_result.spiked(finite), self.plan.parameter_names if self._per_parameter_norms else ()
-        stats = GradStats(
+        return factor
+
+    def _stats(
+        self,
+        rule: Clip | None,
+        needs: MeasurementSpec,
+        norms: Norms,
+        flags: StepFlags,
+        reported: Tensor,
+        spiked: Tensor | None,
+        loss_scale: Tensor | None,
+    ) -> GradStats:
+        finite, names = flags.finite, self.plan.parameter_names if self._per_parameter_norms else ()
+        return GradStats(
             total_norm=norms.total,
-            clip_coef=coef,
+            clip_coef=reported,
             found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
-            loss_scale=None if scale_info.loss_scale is None else scale_info.loss_scale.clone(),
+            loss_scale=None if loss_scale is None else loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
-            rejected=rejected,
-            replicas_diverged=replicas_diverged,
+            rejected=flags.rejected,
+            replicas_diverged=flags.replicas_diverged,
             spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
-            ranks_disagree=disagreed,
+            ranks_disagree=flags.ranks_disagree,
             unclipped=() if rule is None else rule.unclipped,
         )
-        if rejected is replicas_diverged is spiked is None:
-            skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
-        else:
-            skipped = stats.skipped
-        problem = None if vote is None else vote.problem
-        decision = StepDecision(stats, skipped, factor, past, problem, sums.get(SHARD_COUNTS))
-        return decision if earlier is None else decision.after(earlier)
 
     def add_thresholds(
         self, clip: ClipState | None, param_groups: Sequence[Mapping[str, Any]]
@@ -428,12 +485,10 @@ class GradientClipper:
         if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in param_groups)):
             return given, None
         try:
-            return self.thresholds.rule(given, param_groups, self._norm_type(clip)), None
+            norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
+            return self.thresholds.rule(given, param_groups, norm_type), None
         except Exception as error:  # of any type: a threshold may be any object
             return given, error
-
-    def _norm_type(self, clip: ClipState | None) -> float:
-        return self.norm_type if clip is None or clip.rule.norm_type is None else clip.rule.norm_type
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
@@ -467,9 +522,10 @@ class GradientClipper:
         return norms, inverse, {**sums, **new_sums}, True
 
     def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
-        if needs not in self._measurers:
-            self._measurers[needs] = self._make_global_norm(needs)
-        return self._measurers[needs]
+        measurer = self._measurers.get(needs)
+        if measurer is None:
+            measurer = self._measurers[needs] = self._make_global_norm(needs)
+        return measurer
 
     def _measure_unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
@@ -481,7 +537,7 @@ class GradientClipper:
         """
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
-        if scale_info.is_weighted:
+        if scale_info.divides:
             weight = inverse_weight(sums["window_weight"], scale_info.data_ranks, scale_info.mean_of)
             inverse = weight if inverse is None else weight * inverse
         if inverse is None:
@@ -515,7 +571,7 @@ class GradientClipper:
                 compared["equal shards"] = self._shards.slots(numbers, check.params, gradients)
         if self.checks and not self._is_repeated and self._check_replicas is not True:
             compared["zero gradients"] = self.checks[0].count_zero(gradients)
-        pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
+        pack = pack.with_fields(compared if vote is None else {**compared, **vote.fields(gradients)})
         norms = measurer(gradients, pack.values, weights)
         if needs.level == "named":
             norms = self._add_named_norms(needs, norms)
@@ -592,13 +648,13 @@ class GradientClipper:
                 return
             if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
                 factors = factors.float()  # one cast for all gradients
-            by_slot: dict[int, list[Tensor | None]] = {}
-            for slot, gradient in zip(self._slots(needs), gradients, strict=True):
-                by_slot.setdefault(slot, []).append(gradient)
-            for slot, members in by_slot.items():
-                scale_each(members, factors[slot])
+            by_factor: dict[int, list[Tensor | None]] = {}
+            for index, gradient in zip(self._factor_indices(needs), gradients, strict=True):
+                by_factor.setdefault(index, []).append(gradient)
+            for index, members in by_factor.items():
+                scale_each(members, factors[index])
 
-    def _slots(self, needs: MeasurementSpec) -> Sequence[int]:
+    def _factor_indices(self, needs: MeasurementSpec) -> Sequence[int]:
         """Return the index of each gradient's factor among the factors per param group, parameter or named group."""
         if needs.level == "groups":
             return [entry.group for entry in self.plan.entries]
@@ -608,20 +664,23 @@ class GradientClipper:
         return self.plan.parameter_slots
 
 
-def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
-    """Return D / W as a 0-dim tensor; 1 / ``count`` if the total weight W is 0; NaN if W is negative or NaN.
+def inverse_weight(totals: Tensor, data_ranks: int, mean_of: int = 1) -> Tensor:
+    """Return D / W as a 0-dim tensor; 1 / ``mean_of`` if the total weight W is 0; NaN if W is negative or NaN.
 
     W is the maximum of ``totals``, because pipeline stages that compute no loss have a total of 0.
 
     ``totals`` has the sum over all ranks of the field ``"window_weight"`` per pipeline stage. ``data_ranks`` is D, and
-    ``count`` the number of micro-batches over which the window's gradient is the mean.
+    ``mean_of`` the number of micro-batches over which the window's gradient is the mean.
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
-    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
+    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / mean_of)
 
 
-def _is_applied(finite: Tensor, *flags: Tensor | None) -> Tensor:
-    for flag in flags:
-        if flag is not None:
-            finite = finite & (flag == 0)
-    return finite
+def _is_applied(flags: StepFlags, earlier: StepDecision | None) -> Tensor:
+    """Return a 0-dim bool: True if the step is applied, unless the rule itself skips it."""
+    applied = flags.finite
+    skips = None if earlier is None else earlier.skipped
+    for skip in (flags.rejected, flags.replicas_diverged, flags.ranks_disagree, skips):
+        if skip is not None:
+            applied = applied & (skip == 0)
+    return applied

@@ -22,8 +22,9 @@ from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.buckets import sync_axes
 from ..gradients.in_place import clamp_each, distinct, is_complete, keep_complete_marks, scale_each, separate_gradients
-from ..norm.global_norm import GlobalNorm, PackedSum
+from ..norm.global_norm import GlobalNorm
 from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
 from ..norm.replicas import BROADCAST, ReplicaCheck, ReplicaMismatchError, advice_on

@@ -108,7 +108,7 @@ class ExactNorm(GlobalNorm):
         if self._by_norms:
             return super().__call__(gradients, extra, weights)
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
-        device = present[0][1].device if present else self._wire if extra is None else extra.device
+        device = present[0][1].device if present else self._collective_device if extra is None else extra.device
         # All gradients are checked, including replicas that another rank measures, because a NaN in any replica must make
         # the norm NaN.
         is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
@@ -119,15 +119,15 @@ class ExactNorm(GlobalNorm):
         top = self._largest(top.nan_to_num(nan=inf, posinf=inf))
         finite = top.isfinite()
         scale = torch.where(finite, top, 1.0)
-        slots = torch.zeros(self._slots, LEVELS, dtype=torch.float64, device=device)
+        sums = torch.zeros(self._length, LEVELS, dtype=torch.float64, device=device)
         for members, powers in batches:
-            self._add(slots, members, exact_summands(powers, scale.to(powers.device)).T.to(device))
-        slots *= CHUNK
-        extra = slots.new_zeros(0) if extra is None else extra.to(slots)
-        vector = torch.cat([torch.where(finite, slots, 0.0).view(-1), extra])
+            self._add(sums, members, exact_summands(powers, scale.to(powers.device)).T.to(device))
+        sums *= CHUNK
+        extra = sums.new_zeros(0) if extra is None else extra.to(sums)
+        vector = torch.cat([torch.where(finite, sums, 0.0).view(-1), extra])
         if self._world is not None:
             vector = self._all_reduce(vector, self._world)
-        levels, extra = vector[: slots.numel()].view(-1, LEVELS), vector[slots.numel() :]
+        levels, extra = vector[: sums.numel()].view(-1, LEVELS), vector[sums.numel() :]
         of_total = levels[: self.plan.num_groups].sum(0, keepdim=True)
         norms = self._norms(torch.cat([levels, of_total]), finite)
         groups, parameters, units, weight_norms = norms[:-1].split(self._sizes)
@@ -155,7 +155,7 @@ class ExactNorm(GlobalNorm):
                     yield members, parts
         yield from ((members, parts) for members, parts, _ in open_batches.values())
 
-    def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
+    def _add(self, sums: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
         """Add the summands of one batch, [chunks, 3], to the rows of their param groups and logical parameters."""
         entries = self.plan.entries
         targets = [[(entries[i].group, count) for i, count in members]]
@@ -164,10 +164,10 @@ class ExactNorm(GlobalNorm):
             targets.append([(first + slot_of[i], count) for i, count in members])
         for chunks in targets:
             if len({slot for slot, _ in chunks}) == 1:
-                slots[chunks[0][0]] += summands.sum(0)
+                sums[chunks[0][0]] += summands.sum(0)
                 continue
-            places = self._constants(("chunks", *chunks), partial(_repeated, chunks), torch.int64, slots.device)
-            slots.index_add_(0, places, summands)  # exact, so the order in which a GPU adds does not matter
+            places = self._constants(("chunks", *chunks), partial(_repeated, chunks), torch.int64, sums.device)
+            sums.index_add_(0, places, summands)  # exact, so the order in which a GPU adds does not matter
 
     def _norms(self, levels: Tensor, finite: Tensor) -> Tensor:
         powers = (levels[:, 0] + levels[:, 1]) + levels[:, 2]
@@ -176,7 +176,7 @@ class ExactNorm(GlobalNorm):
     def _largest(self, value: Tensor) -> Tensor:
         if self._world is None:
             return value
-        wire = value.to(self._wire).view(1)
+        wire = value.to(self._collective_device).view(1)
         dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self._world)
         return wire.to(value.device)[0]
 

@@ -86,12 +86,12 @@ class GlobalNorm:
         sizes = {"total": 1, "groups": plan.num_groups, "parameters": parameters, "units": units.count if units else 0}
         weights = 0 if weights_at is None else sizes[weights_at]
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
-        self._slots = sum(self._sizes)
+        self._length = sum(self._sizes)  # of the packed vector without appended fields
         self._by_norms = self.norm_type >= HIGH  # the collective carries norms instead of powers
         self._has_replicas = any(weight != 1 for weight in plan.replica_weights)
         self._constants = Constants()
         self._all_replica_weights: Tensor | None = None
-        self._wire = registry.device
+        self._collective_device = registry.device
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
 
@@ -119,7 +119,7 @@ class GlobalNorm:
         here = [gradient for gradient in gradients if gradient is not None]
         all_here = len(here) == len(gradients)
         present = list(range(len(here))) if all_here else [i for i, g in enumerate(gradients) if g is not None]
-        device = self._wire if extra is None else extra.device
+        device = self._collective_device if extra is None else extra.device
         powers = self._local_powers(here, device)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
@@ -202,27 +202,27 @@ class GlobalNorm:
         ``powers`` are not divided by replication factors yet. ``present`` has the index of the plan entry of each
         power. ``more`` are this rank's powers of units and weights.
         """
-        slots = [*self._local_slots(self._divide_by_replicas(powers, present), present), *more]
+        parts = [*self._local_parts(self._divide_by_replicas(powers, present), present), *more]
         if self._world is None:
-            return slots[0] if len(slots) == 1 else torch.cat(slots), extra
-        vector, group = torch.cat([*slots, extra]), self._world
+            return parts[0] if len(parts) == 1 else torch.cat(parts), extra
+        vector, group = torch.cat([*parts, extra]), self._world
         if self._by_norms:
             rows = self._all_gather(vector, group)
-            norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
-            return norms, rows[:, self._slots :].sum(0)
+            norms = p_norm(rows[:, : self._length], self.norm_type) if self._length else rows[0, :0]
+            return norms, rows[:, self._length :].sum(0)
         vector = self._all_reduce(vector, group)
-        return vector[: self._slots], vector[self._slots :]
+        return vector[: self._length], vector[self._length :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as `_packed`, from one collective per norm bucket and one over all ranks."""
         plan = self.plan
-        total = powers.new_zeros(self._slots)
+        total = powers.new_zeros(self._length)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
         for index, bucket in enumerate(plan.buckets):
             counted = bucket.counts(plan.coordinate)
             mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
             chosen = self._constants(("mine", index, *present), mine.copy, torch.int64, powers.device)
-            vector = torch.cat(self._local_slots(powers[chosen], [present[k] for k in mine]))
+            vector = torch.cat(self._local_parts(powers[chosen], [present[k] for k in mine]))
             axes = bucket.axes(plan.topology)
             if axes and self.registry.size(*axes) > 1 and self._by_norms:
                 vector = p_norm(self._all_gather(vector, self.registry.group(*axes)), self.norm_type)
@@ -235,7 +235,8 @@ class GlobalNorm:
         # NaN on all ranks.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
-    def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
+    def _local_parts(self, powers: Tensor, present: list[int]) -> list[Tensor]:
+        """Return this rank's powers per param group and, if requested, per logical parameter."""
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
@@ -266,13 +267,13 @@ class GlobalNorm:
     # Collectives, on the process group's device, which may differ from the gradients' device -----------------------------
 
     def _all_reduce(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-        wire = vector.to(self._wire)
+        wire = vector.to(self._collective_device)
         dist.all_reduce(wire, group=group)
         return wire.to(vector.device)
 
     def _all_gather(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gather ``vector`` from all ranks of the group: [ranks, len(vector)]."""
-        wire = vector.to(self._wire)
+        wire = vector.to(self._collective_device)
         gathered = wire.new_empty(group.size() * wire.numel())
         all_gather_flat(gathered, wire, group)
         return gathered.to(vector.device).view(group.size(), -1)
@@ -280,45 +281,6 @@ class GlobalNorm:
 
 def _invert_permutation(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-# Named fields that the collective of the norm also sums --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedSum:
-    """Named fields in one vector, which `GlobalNorm` sums over all ranks in the collective of the norm.
-
-        pack = PackedSum.of({"window_weight": weights}).with_fields({"veto": vote})
-        norms = GlobalNorm(plan, registry)(gradients, pack.values)
-        rejected = pack.split(norms.extra)["veto"] > 0
-
-    All ranks must pack the same fields in the same order.
-    """
-
-    values: Tensor
-    sizes: Mapping[str, int]
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Return a `PackedSum` of ``fields``: one or more 1-dim float64 tensors by name, all on one device."""
-        values = [*fields.values()]
-        return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
-
-    def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
-        if not fields:
-            return self
-        sizes = {**self.sizes, **{name: len(values) for name, values in fields.items()}}
-        if len(sizes) < len(self.sizes) + len(fields):
-            twice = ", ".join({*self.sizes} & {*fields})
-            raise ValueError(f"the field {twice} is packed twice: give each field a unique name")
-        return PackedSum(torch.cat([self.values, *fields.values()]), sizes)
-
-    def split(self, sums: Tensor) -> dict[str, Tensor]:
-        """Return the fields of ``sums`` by name, as views. ``sums`` is the vector `values` summed over all ranks."""
-        if len(self.sizes) == 1:
-            return dict.fromkeys(self.sizes, sums)
-        return dict(zip(self.sizes, sums.split([*self.sizes.values()]), strict=True))
 
 
 # Groups by name -------------------------------------------------------------------------------------------------------
@@ -450,13 +412,13 @@ class Units:
         for index, tensor in enumerate(tensors):
             for first, dim, part in self._parts(index, tensor):
                 found = _powers_along(part.detach().double(), dim, norm_type)
-                slots = totals[first : first + found.numel()]
+                target = totals[first : first + found.numel()]
                 if norm_type == inf:
-                    torch.maximum(slots, found, out=slots)
+                    torch.maximum(target, found, out=target)
                 elif norm_type >= HIGH:
-                    slots.copy_(p_norm(torch.stack([slots, found * weights[index] ** (1 / norm_type)]), norm_type))
+                    target.copy_(p_norm(torch.stack([target, found * weights[index] ** (1 / norm_type)]), norm_type))
                 else:
-                    slots.add_(found, alpha=weights[index])
+                    target.add_(found, alpha=weights[index])
         return totals
 
     def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:

@@ -209,10 +209,10 @@ class GradStats:
     def skipped(self) -> Tensor:
         """Return a 0-dim float32 tensor: 1 if the step is skipped, else 0. Host synchronization: none."""
         all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.ranks_disagree
-        reasons = [reason for reason in all_reasons if reason is not None]
-        if len(reasons) > 2:
-            return torch.stack(reasons).amax()
-        return torch.maximum(*reasons) if len(reasons) == 2 else reasons[0]
+        first, *others = [reason for reason in all_reasons if reason is not None]
+        if not others:
+            return first
+        return torch.maximum(first, *others) if len(others) == 1 else torch.stack([first, *others]).amax()
 
     def clip_coef_for(self, max_norm: float | Tensor) -> Tensor:
         """Return min(1, max_norm / (total_norm + 1e-6)), 0-dim; 1 if the norm is non-finite. Host synchronization: none."""

@@ -1,4 +1,17 @@
-"""A table of the tensors that a `ParallelOptimizer` steps, with one row per tensor."""
+"""A table of the tensors that a `ParallelOptimizer` steps, with one row per tensor.
+
+A parameter has up to four tensors in its row. In order, a backward writes ``leaf.grad``, ``grad_tensor.grad`` is reduced,
+measured and clipped, the optimizer updates ``tensor``, and ``param`` has the weights that the model reads.
+
+    model and options       leaf        param           tensor                    grad_tensor
+    float32                 parameter   parameter       parameter                 parameter
+    bfloat16                parameter   parameter       float32 master            master
+    bfloat16 and Sharded    parameter   parameter       float32 master of shard   master of shard
+    float32 DTensor         DTensor     local tensor    local tensor              local tensor
+
+"shard" is this rank's part of the parameter's elements, 1-dim. A bfloat16 DTensor has a master of its local tensor. With
+`Offloaded`, ``tensor`` is a copy in CPU memory, and ``grad_tensor`` is the tensor before the offload.
+"""
 
 from __future__ import annotations
 

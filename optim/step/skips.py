@@ -116,7 +116,7 @@ class SkipMonitor:
         if not captured:
             self._copy_to_host(facts)
         raises = on_nonfinite == "raise"
-        if bypassed or (raises and _is_one(decision.past)):
+        if bypassed or (raises and _is_one(decision.bypassed)):
             raise self._bypass_error(
                 f"The steps with these gradients were skipped, the first {LAG} steps ago"
                 if bypassed
@@ -169,15 +169,15 @@ class SkipMonitor:
         )
 
     def _add(self, decision: StepDecision) -> None:
-        stats, past = decision.stats, decision.past
+        stats, bypassed = decision.stats, decision.bypassed
         if decision.skipped is stats.found_inf:  # no other reason to skip: one kernel updates both counts
             self._total_and_in_a_row.add_(stats.found_inf)
         else:
             self._total.add_(decision.skipped)
             self._in_a_row.add_(stats.found_inf)
         self._in_a_row.mul_(stats.found_inf)
-        if past is not None:
-            self._bypassed.add_(past)
+        if bypassed is not None:
+            self._bypassed.add_(bypassed)
         if stats.rejected is not None:
             self._rejected.add_(stats.rejected)
         if stats.replicas_diverged is not None:

@@ -41,7 +41,7 @@ from ...parallel.mesh.value_checks import check_scalar, is_whole
 from ..clip.base import Clip
 from ..clip.clipper import GradScaleInfo, StepDecision
 from ..kernels.device_constants import Constants
-from ..norm.global_norm import PackedSum
+from ..norm.packed_sum import PackedSum
 from ..norm.powers import accumulation_dtype
 from .step_agreement import NO_ERRORS, ErrorFacts
 
@@ -342,7 +342,7 @@ class Window:
             return agreement.number_of_errors(self._errors()), None
 
     @property
-    def count(self) -> int:
+    def mean_of(self) -> int:
         """Return the divisor of the window's summed gradients if no micro-batch of any rank was given a ``weight=``."""
         return 1 if self.steps is None else max(1, self.micro_batches)
 
@@ -419,9 +419,9 @@ class Window:
         if facts_of_tensors is not None:
             pack = replace(pack, values=pack.values.clone())
             pack.split(pack.values)["agreement"] += facts_of_tensors
-        is_one = alone and self.count == 1 and not self.has_weight
-        is_weighted = not done and not is_one
-        return GradScaleInfo(pack, None if done else scale, is_weighted, place.data_ranks, scale, self.count)
+        # With several ranks it always divides, because another rank may have weights.
+        divides = not done and not (alone and self.mean_of == 1 and not self.has_weight)
+        return GradScaleInfo(pack, None if done else scale, divides, place.data_ranks, scale, self.mean_of)
 
     def _fields_of(
         self,

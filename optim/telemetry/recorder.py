@@ -252,7 +252,7 @@ class Recorder(StepObserver, ClosedAtExit):
             return
         plan, divisor = self._plan, WindowDivisor.of(window, self.optimizer)
         gradients = plan.gradients()
-        factor = torch.full((), 1 / divisor.count, device=plan.device)
+        factor = torch.full((), 1 / divisor.mean_of, device=plan.device)
         powers = squares(gradients, plan.device, plan.constants)
         if divisor.scale is not None:
             scale = divisor.scale.clone()  # the step changes it before `flush` reads it
@@ -366,7 +366,7 @@ class Recorder(StepObserver, ClosedAtExit):
         for slot, name in enumerate(plan.names):
             own = [column[slot] for column in columns]
             is_double = plan.parameters[name]["stepped"] == "float64"
-            parameters[name] = _entry(own, scalars["inverse"], divisor.count, is_double)
+            parameters[name] = _entry(own, scalars["inverse"], divisor.mean_of, is_double)
         return {
             "step": pending.step,
             "loss_scale": scalars.get("loss_scale"),
@@ -425,14 +425,14 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
 
 
-def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -> list[Any]:
+def _entry(numbers: Sequence[float], divisor: float, mean_of: int, double: bool) -> list[Any]:
     """Return a parameter's list in the file: three norms, three hashes, and the sketches in base64.
 
     The hashes and the sketches are None if a shard's region is not known.
 
     ``divisor`` turns the reduced gradient, without the loss scale, into the mean over the accumulation window: the
     number of data ranks over which the gradient is averaged, divided by the total weight of the accumulation window.
-    Without weights, it is 1 / ``count``. The sketch of the gradient is divided by ``count`` already.
+    Without weights, it is 1 / ``mean_of``. The sketch of the gradient is divided by ``mean_of`` already.
     """
     norms = [max(square, 0.0) ** 0.5 if square == square else square for square in numbers[:3]]
     norms[1] *= divisor
@@ -440,7 +440,7 @@ def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -
         return [*norms, None, None, None, None]
     sketches = array("d" if double else "f", numbers[3 : 3 + 3 * BUCKETS])
     for at in range(BUCKETS, 2 * BUCKETS):
-        sketches[at] *= divisor * count
+        sketches[at] *= divisor * mean_of
     words = numbers[3 + 3 * BUCKETS : -1]
     hashes = [joined_hash(words[at : at + HASH_WORDS]) for at in range(0, len(words), HASH_WORDS)]
     return [*norms, *hashes, base64.b64encode(sketches.tobytes()).decode()]

@@ -325,13 +325,13 @@ class WindowDivisor:
     Args:
         weights: This rank's summands of the window's weight, [pipeline stages] float64.
         data_ranks: Number of data ranks over which the gradients are averaged.
-        count: Number by which the gradients must be divided if no micro-batch has a weight.
+        mean_of: Number by which the gradients must be divided if no micro-batch has a weight.
         scale: The loss scale that the gradients contain. None: no loss scale.
     """
 
     weights: Tensor
     data_ranks: int = 1
-    count: int = 1
+    mean_of: int = 1
     scale: Tensor | None = None
 
     @classmethod
@@ -341,12 +341,12 @@ class WindowDivisor:
         weights = window_fields(window.weight, registry, optimizer.device).values.clone()
         ranks = registry.topology.size(*registry.topology.data_axes)
         if isinstance(optimizer.grad_sync, FixedOrderSync):  # sums over the data ranks, and does not average
-            return cls(weights, 1, window.count * ranks, window.scale)
-        return cls(weights, ranks, window.count, window.scale)
+            return cls(weights, 1, window.mean_of * ranks, window.scale)
+        return cls(weights, ranks, window.mean_of, window.scale)
 
     def inverse(self, totals: Tensor) -> Tensor:
         """Return the factor for the gradients without the loss scale. ``totals``: `weights`, summed over all ranks."""
-        return inverse_weight(totals, self.data_ranks, self.count)
+        return inverse_weight(totals, self.data_ranks, self.mean_of)
 
 
 class MeasurementPlan:
@@ -710,7 +710,7 @@ class Telemetry(StepObserver):
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if divisor.scale is None else divisor.scale.to(powers)
         weighted = samples.sum() != 0
-        counted = torch.where(weighted, samples, torch.full_like(samples, divisor.count))
+        counted = torch.where(weighted, samples, torch.full_like(samples, divisor.mean_of))
         scaled = counted * scale
         if self.noise.samples is not None:
             counted = torch.full_like(samples, self.noise.samples)

@@ -167,8 +167,8 @@ LISTED: list[Fault] = [
         "                copy.grad = None\n            self._round_back",
         "                pass\n            self._round_back",
     ),
-    Fault("optim/clip/clipper.py", "coef = safe = torch.where(finite, factors, one)", "coef = safe = factors"),
-    Fault("optim/clip/clipper.py", "coef = torch.where(finite, shown, one)", "coef = shown"),
+    Fault("optim/clip/clipper.py", "coef = torch.where(finite, result.factors, one)", "coef = result.factors"),
+    Fault("optim/clip/clipper.py", "else torch.where(finite, shown, one), spiked", "else shown, spiked"),
     Fault("optim/clip/clipper.py", "self.checks = self.checks if always or repeats else []", "pass"),
     Fault("optim/clip/clipper.py", ".masked_fill_(total < 0, torch.nan)", ""),
     Fault(
@@ -459,8 +459,8 @@ LISTED: list[Fault] = [
     Fault(_NORM, "device, kinds = gradients[0].device", "device, kinds = gradients[-1].device"),
     Fault(
         "optim/norm/exact_norm.py",
-        "device = present[0][1].device if present else self._wire",
-        "device = present[0][1].device if not present else self._wire",
+        "device = present[0][1].device if present else self._collective_device",
+        "device = present[0][1].device if not present else self._collective_device",
     ),
     Fault(
         "optim/states/state_hash.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from meshstep.optim import GlobalNorm, ReductionPlan
-from meshstep.optim.norm.global_norm import PackedSum
+from meshstep.optim.norm.packed_sum import PackedSum
 from meshstep.optim.norm.plan import entries_of
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn

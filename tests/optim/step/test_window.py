@@ -144,7 +144,7 @@ def test_count_of_consecutive_skips_is_read_by_host_16_steps_later() -> None:
 def test_inverse_weight_is_nan_for_negative_or_nan_totals_and_finite_otherwise(
     totals: list[float], wanted: float
 ) -> None:
-    found: Tensor = inverse_weight(torch.tensor(totals, dtype=torch.float64), data_ranks=2, count=10)
+    found: Tensor = inverse_weight(torch.tensor(totals, dtype=torch.float64), data_ranks=2, mean_of=10)
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
 
 

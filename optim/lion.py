@@ -35,7 +35,8 @@ class Lion(torch.optim.Optimizer):
     makes one more call per parameter, and for half-precision parameters up to three casts each. Its temporary memory is
     three float32 tensors per parameter of a param group (float64 for float64 parameters), or five for half-precision
     parameters. Weights and momenta in bfloat16 and float16 are computed in float32 and rounded to nearest, so small
-    updates are lost; use float32 master weights. meshstep has no compiled loops and no Triton kernels for Lion.
+    updates are lost; use float32 master weights. In a `ParallelOptimizer`, compiled loops step float32 weights on a CPU in
+    one pass, with the same bits, unless ``lr`` is a tensor. meshstep has no Triton kernels for Lion.
 
     Args:
         params: Parameters or param groups, as for torch's optimizers.

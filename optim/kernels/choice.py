@@ -56,8 +56,9 @@ def use_kernels(kernels: Kernels) -> None:
     use the same kernels. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
 
     This package has compiled C loops for CPUs and Triton kernels for GPUs. They compute gradient norms, and the updates of
-    torch's Adam, AdamW, SGD and Adagrad with ``fused=True``, in one pass over memory, and round stochastically. Their
-    results differ from torch's kernels by rounding; in stochastic rounding, torch's kernels also draw other noise.
+    torch's Adam, AdamW, SGD and Adagrad with ``fused=True``, and on CPUs of `Lion`, in one pass over memory, and round
+    stochastically. Their results differ from torch's kernels by rounding, except those of `Lion`; in stochastic rounding,
+    torch's kernels also draw other noise.
 
         use_kernels("torch")
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-INTERFACE = 6  # must equal the result of `meshstep_interface` in csrc/native.c
+INTERFACE = 7  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 MEAN_OF = 8
@@ -44,11 +44,12 @@ NO_MEMORY = "the native CPU kernels of meshstep could not allocate host memory"
 
 
 class Kind(IntEnum):
-    """Formula of an optimizer update: that of Adam and AdamW, of SGD, or of Adagrad."""
+    """Formula of an optimizer update: that of Adam and AdamW, of SGD, of Adagrad, or of Lion."""
 
     ADAM = 0
     SGD = 1
     ADAGRAD = 2
+    LION = 3
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Native:
             of gradients and half-precision copies (see `DTYPES`), the address of the hyper-parameters, the factor on
             the gradients (negative to maximize), the address of ``found_inf``, and the number of threads. The
             hyper-parameters are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
-            momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
+            momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay. Lion: lr, beta1, beta2,
+            weight decay.
         round: Rounds float32 tensors to bfloat16 stochastically, with the noise of `rounding`. Arguments: the number
             of tensors, the addresses of the columns of a `RoundingColumns`, the step, and the number of threads.
         evict: Removes memory from the caches of an x86-64 processor; does nothing on others. Arguments: the address and the

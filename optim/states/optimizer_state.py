@@ -34,6 +34,7 @@ from ...parallel.mesh.value_checks import (
     wrong,
 )
 from ..clip.base import ClipState
+from ..lion import Lion
 from ..norm.plan import ReductionPlan
 from ..step.c_engine import SUPPORTED_OPTIMIZERS
 from ..step.skips import SkipMonitor
@@ -231,6 +232,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 _ELEMENTWISE = frozenset(
     {
+        Lion,
         torch.optim.ASGD,
         torch.optim.Adadelta,
         torch.optim.Adagrad,

@@ -1,4 +1,4 @@
-"""The update engine of compiled C loops: torch's fused Adam, AdamW, SGD and Adagrad on a CPU, in one pass over memory.
+"""The update engine of compiled C loops: torch's fused Adam, AdamW, SGD and Adagrad, and `Lion`, on a CPU, in one pass.
 
     weight, states = formula(weight, states, gradient * factor, hyper)        for each row, unless the step is skipped
 
@@ -35,6 +35,7 @@ from ..kernels.memory import (
     same_memory_format,
 )
 from ..kernels.native import DTYPES, NO_MEMORY, Kind, Native, PointerColumns
+from ..lion import Lion
 from .update_request import LowPrecisionOut, UpdateRequest
 from .wrapped_optimizer import has_step_hooks
 
@@ -47,7 +48,8 @@ class FusedOptimizerSpec:
 
     The kernels take ``hyper`` (param-group keys; ``"betas"`` has two numbers) and ``states`` (names) in this order.
     ``last`` is the param-group key that enables the last state (None: it always exists). ``counted`` is True if the
-    optimizer counts the steps of each parameter.
+    optimizer counts the steps of each parameter. ``in_triton`` is True if the Triton kernels support the optimizer too.
+    ``tensors`` is True if hyper-parameters may be tensors, such as ``lr``.
     """
 
     kind: Kind
@@ -55,6 +57,8 @@ class FusedOptimizerSpec:
     states: tuple[str, ...]
     last: str | None = None
     counted: bool = True
+    in_triton: bool = True
+    tensors: bool = True
 
 
 ADAM = FusedOptimizerSpec(
@@ -74,6 +78,10 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
         counted=False,
     ),
     torch.optim.Adagrad: FusedOptimizerSpec(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
+    # `Lion` computes 1 - lr weight_decay in float64, but in float32 if lr is a tensor; the loops always in float64.
+    Lion: FusedOptimizerSpec(
+        Kind.LION, ("lr", "betas", "weight_decay"), ("exp_avg",), counted=False, in_triton=False, tensors=False
+    ),
 }
 
 
@@ -279,7 +287,7 @@ def step_rows(
     times = 1.0 if request.factor is None else number(request.factor)
     # All numbers are read before the first update, because a wrong one raises an error.
     for group, of_group, hyper in [(group, of_group, numbers_in(group, spec)) for group, of_group in calls]:
-        signed = -times if group["maximize"] else times
+        signed = -times if group.get("maximize") else times
         for call in of_group:
             update_by_loops(
                 loops, spec.kind, call.columns, hyper, signed, request.skip, call.grad_dtype, call.half_dtype
@@ -348,14 +356,19 @@ def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> boo
     """Return True if the C loops or the Triton kernels can step the optimizer.
 
     It must be one of `SUPPORTED_OPTIMIZERS`, with ``fused=True`` in all param groups, without step hooks of other code and
-    without a replaced `step`. ``is_read(tensor)``, which says whether the kernels can read a 0-dim tensor, must be True
-    for every hyper-parameter that is a tensor, such as ``lr``.
+    without a replaced `step`, and without tensors among the hyper-parameters if its
+    `FusedOptimizerSpec.tensors` is False. ``is_read(tensor)``, which says whether the kernels can read a 0-dim tensor,
+    must be True for every hyper-parameter that is a tensor, such as ``lr``.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer) or has_step_hooks(optimizer):
         return False
     groups = optimizer.param_groups
     numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
-    return all(group.get("fused") and not group["differentiable"] for group in groups) and all(map(is_read, numbers))
+    if not SUPPORTED_OPTIMIZERS[type(optimizer)].tensors and any(True for _ in numbers):
+        return False
+    return all(group.get("fused") and not group.get("differentiable") for group in groups) and all(
+        map(is_read, numbers)
+    )
 
 
 def is_number(value: Tensor) -> bool:

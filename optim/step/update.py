@@ -62,9 +62,10 @@ class UpdateEngine:
 
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
-    gradient to ``.grad``. `Lion` and the optimizers of `meshstep.optim.whole` scale copies of gradients, except that some
-    of the latter (such as `Muon`) scale gradients on a GPU in place. For other optimizers, and if one of the parameters
-    in a call of the optimizer's `step` is float64, a separate pass scales gradients in place.
+    gradient to ``.grad``. `Lion` by torch's kernels and the optimizers of `meshstep.optim.whole` scale copies of
+    gradients, except that some of the latter (such as `Muon`) scale gradients on a GPU in place. For other optimizers,
+    and if one of the parameters in a call of the optimizer's `step` is float64, a separate pass scales gradients in
+    place.
 
     Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
     skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has tensors
@@ -345,7 +346,7 @@ def may_step_in_several_calls(optimizer: torch.optim.Optimizer) -> bool:
     return steps_on_device(optimizer) and not has_hooks and not has_dampening and not is_whole
 
 
-# Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
+# Triton kernels: the optimizers of `c_engine` with ``in_triton``, with parameters and states on a GPU ---------------
 
 # Parameters with equal compile-time arguments (`triton.Variant`) share kernel launches, even if their param groups
 # have different learning rates or other numbers. The host does not read the factor, the skip flag, the step counts, or
@@ -368,7 +369,7 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
         isinstance(value, Tensor) and key != "lr" for group in optimizer.param_groups for key, value in group.items()
     ):
         return None
-    if not is_supported(optimizer, is_read):
+    if not is_supported(optimizer, is_read) or not SUPPORTED_OPTIMIZERS[type(optimizer)].in_triton:
         return None
     if is_captured():
         check_states_are_made(optimizer)

@@ -8,14 +8,14 @@ from dataclasses import astuple
 
 import torch
 from hypothesis import strategies as st
-from kernel_formulas import SGD, Adagrad, Adam
+from kernel_formulas import SGD, Adagrad, Adam, Lion
 from meshstep.optim.kernels.native import Kind, PointerColumns
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 6e-8, 3e38, -3e38, 65504.0]
-Rule = Adam | SGD | Adagrad
-KINDS = {Adam: Kind.ADAM, SGD: Kind.SGD, Adagrad: Kind.ADAGRAD}
+Rule = Adam | SGD | Adagrad | Lion
+KINDS = {Adam: Kind.ADAM, SGD: Kind.SGD, Adagrad: Kind.ADAGRAD, Lion: Kind.LION}
 HALVES = (torch.bfloat16, torch.float16)
 INF = torch.full((2**16,), torch.inf)
 
@@ -33,7 +33,7 @@ def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: 
 def states_of(rule: Rule) -> int:
     if isinstance(rule, Adam):
         return 3 if rule.amsgrad else 2
-    return 1 if isinstance(rule, Adagrad) or rule.momentum else 0
+    return 1 if isinstance(rule, Adagrad | Lion) or rule.momentum else 0
 
 
 class Case:
@@ -55,7 +55,7 @@ class Case:
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
     def columns(self) -> PointerColumns:
-        counts = not isinstance(self.rule, SGD)
+        counts = not isinstance(self.rule, SGD | Lion)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
         fixed += [0] * (len(self.params) * (4 - len(columns)))
@@ -154,6 +154,7 @@ def moved(
     if isinstance(rule, Adagrad):
         way: Tensor = rule.lr / (1 + step * rule.lr_decay) * gradient / (wanted[0].sqrt() + rule.eps)
         return way * (1 + gradient * true.abs() / wanted[0].clamp(min=1e-300))
+    assert isinstance(rule, Adam), "the sign in Lion is not continuous: its test compares bits"
     t, second = int(step) + 1, wanted[-1]
     mean = (rule.beta1 * states[0].double().abs() + (1 - rule.beta1) * gradient) / (1 - rule.beta1**t)
     way = rule.lr * mean / (second.sqrt() / (1 - rule.beta2**t) ** 0.5 + rule.eps)

@@ -87,6 +87,25 @@ class Adagrad:
         p.sub_(self.lr / (1 + (t - 1) * self.lr_decay) * g / (total.sqrt() + self.eps))
 
 
+@dataclass(frozen=True)
+class Lion:
+    """Formula of Lion (Chen et al. 2023, arXiv:2302.06675). Optimizer state: the momentum.
+
+    In float32 without ``maximize`` the kernels give the bits of this formula if the factor on ``g`` is a power of two.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
+        momentum = states[0]
+        update = (self.beta1 * momentum + (1 - self.beta1) * g).sign()
+        p.copy_(p * (1 - self.lr * self.weight_decay) + update * -self.lr)
+        momentum.copy_(self.beta2 * momentum + (1 - self.beta2) * g)
+
+
 # Stochastic rounding --------------------------------------------------------------------------------------------------
 
 LANES, ROWS = 512, 8  # a counter serves the elements of one column of 8 rows, each of 512 elements

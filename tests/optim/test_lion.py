@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from loops import using
 from meshstep.amp import Bf16
 from meshstep.optim import Lion, ParallelOptimizer
+from meshstep.optim.step import c_engine
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from planted import LAYOUTS
@@ -184,6 +186,71 @@ def test_clipped_lion_step_with_masters_needs_no_host_synchronization(precision:
             with no_host_reads():
                 optimizer.step()
         assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "masters": {"precision": Bf16()},
+    "split masters": {"precision": Bf16(split_masters=True)},
+    "in float64": {"dtype": torch.float64},  # no parameter is stepped by the loops
+}
+
+
+def stepped(options: dict[str, Any], dtype: torch.dtype = torch.float32, **other: Any) -> list[Tensor]:
+    """Return weights, masters and momenta after six clipped steps, of which the device skips one."""
+    torch.manual_seed(5)
+    model, registry = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 1)).to(dtype), ProcessGroupRegistry(Topology())
+    if "precision" in other:
+        other["precision"].prepare(model, registry)
+    optimizer = ParallelOptimizer(Lion(model.parameters(), **options), registry, max_norm=0.3, **other)
+    dtype = next(model.parameters()).dtype
+    for step in range(6):
+        optimizer.zero_grad()
+        x = gradients(step, [(8, 40)])[0].to(dtype)
+        optimizer.backward(model(x).double().square().sum() * (torch.nan if step == 3 else 1.0))
+        if step == 4:
+            model[1].bias.grad = None
+        assert float(optimizer.step().clip_coef) < 1 or step == 3
+    states = [optimizer.state[row.tensor]["exp_avg"] for row in optimizer.stepped_tensors()]
+    return [*model.parameters(), *(row.tensor for row in optimizer.stepped_tensors()), *states]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_lion_steps_by_compiled_loops_have_the_bits_of_torch_operations(
+    mode: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs measure the norm by the compiled loops, because torch's kernels round it differently."""
+    calls, update = list[Any](), c_engine.update_by_loops
+
+    def counted(*args: Any) -> None:
+        calls.append(args)
+        update(*args)
+
+    monkeypatch.setattr(c_engine, "update_by_loops", counted)
+    with using("auto"), monkeypatch.context() as without:
+        without.delitem(c_engine.SUPPORTED_OPTIMIZERS, Lion)
+        want = stepped(options, **MODES[mode])
+    assert not calls
+    with using("auto"):
+        found = stepped(options, **MODES[mode])
+    assert bool(calls) == (mode != "in float64" and not isinstance(options["lr"], Tensor))
+    for one, other in zip(want, found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        assert torch.equal(one.signbit(), other.signbit())
+
+
+def test_loading_lion_state_of_another_shape_raises() -> None:
+    """The loops would read memory beyond the momentum."""
+    param = nn.Parameter(torch.ones(6))
+    optimizer = ParallelOptimizer(lion([param]), ProcessGroupRegistry(Topology()))
+    optimizer.backward(param.sum())
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="has shape \\(2,\\), but its parameter has shape \\(6,\\)"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -346,6 +346,19 @@ INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *
     }
 }
 
+/* Chen et al. 2023; the operations of meshstep.optim.lion in their order, so the results are bitwise identical. A gradient is
+ * divided by 1 / factor, as there. The sign of NaN is 0, as in torch. */
+INLINE void NAME(lion)(float *restrict p, const float *restrict grad, float *restrict momentum, int64_t n,
+                       const struct lion *set) {
+    const float scale = set->scale, beta1 = set->beta1, beta2 = set->beta2, rest1 = set->rest1, rest2 = set->rest2;
+    const float rate = set->rate, decay = set->decay;
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] / scale, mean = momentum[i], mixed = mean * beta1 + g * rest1;
+        p[i] = p[i] * decay + (float)((mixed > 0) - (mixed < 0)) * rate;
+        momentum[i] = mean * beta2 + g * rest2;
+    }
+}
+
 #if INSTRUCTIONS > 0
 /* Convert a strip of elements of `dtype`, a constant. GCC makes scalar code of the loops over blocks if their length is known. */
 INLINE void NAME(widen_strip)(const int dtype, const uint16_t *from, float *to) {
@@ -493,6 +506,8 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
             if (!first) NAME(sgd)(p, g, first, n, set, 0, 0);
             else if (set->nesterov) NAME(sgd)(p, g, first, n, set, 1, 1);
             else NAME(sgd)(p, g, first, n, set, 1, 0);
+        } else if (update->kind == LION) {
+            NAME(lion)(p, g, first, n, &update->lion);
         } else {
             NAME(adagrad)(p, g, first, n, &update->adagrad, step);
         }

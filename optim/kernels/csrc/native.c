@@ -19,7 +19,7 @@
 
 enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
-enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
+enum { ADAM = 0, SGD = 1, ADAGRAD = 2, LION = 3 };
 enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, STRIP = 16, LINE = 32, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
 enum { MANY = 1 << 23 };   /* elements of an update whose copies are no longer in a cache when it ends */
@@ -41,11 +41,12 @@ typedef uint16_t halves16 __attribute__((vector_size(32)));
 struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
 struct sgd { float factor, decay, rate, momentum, rest; int nesterov; };
 struct adagrad { float factor, decay, eps; };
+struct lion { float scale, beta1, beta2, rest1, rest2, rate, decay; }; /* scale: 1 / factor; rate: -lr */
 
 struct update {
     int kind, grad_dtype, half_dtype;
     int past_caches; /* write half-precision copies to memory directly */
-    union { struct adam adam; struct sgd sgd; struct adagrad adagrad; };
+    union { struct adam adam; struct sgd sgd; struct adagrad adagrad; struct lion lion; };
 };
 
 struct tensor {
@@ -385,8 +386,8 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
     }
 }
 
-/* Version of the functions' arguments. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
-EXPORT int meshstep_interface(void) { return 6; }
+/* Version of the functions' arguments and kinds. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
+EXPORT int meshstep_interface(void) { return 7; }
 
 /* One update of `count` tensors; changes nothing if *found_inf is not 0.
  *
@@ -394,7 +395,7 @@ EXPORT int meshstep_interface(void) { return 6; }
  * grads: `count` addresses. halves: NULL, or `count` addresses of half-precision copies of the params; 0: none.
  * rests: NULL, or `count` addresses of 16-bit remainders of bfloat16 params; 0: none.
  * hyper: Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum, dampening, weight decay, nesterov.
- *        Adagrad: lr, lr decay, eps, weight decay.
+ *        Adagrad: lr, lr decay, eps, weight decay. Lion: lr, beta1, beta2, weight decay.
  * factor: multiplies the gradients; negative to maximize. Returns 1 if out of memory, else 0. */
 EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
                            const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype,
@@ -408,7 +409,10 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
     else if (kind == SGD)
         update.sgd = (struct sgd){(float)factor, (float)hyper[3], (float)hyper[0], (float)hyper[1], (float)(1 - hyper[2]),
                                   hyper[4] != 0};
-    else update.adagrad = (struct adagrad){(float)factor, (float)hyper[3], (float)hyper[2]};
+    else if (kind == LION)
+        update.lion = (struct lion){(float)(1 / factor), (float)hyper[1], (float)hyper[2], (float)(1 - hyper[1]),
+                                    (float)(1 - hyper[2]), (float)-hyper[0], (float)(1 - hyper[0] * hyper[3])};
+    else if (kind == ADAGRAD) update.adagrad = (struct adagrad){(float)factor, (float)hyper[3], (float)hyper[2]};
     struct tensor *tensors = malloc((size_t)(count + 1) * sizeof *tensors);
     int64_t elements, *first = first_chunks(count, numels, &elements);
     if (!tensors || !first) {

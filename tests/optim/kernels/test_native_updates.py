@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
-from kernel_formulas import SGD, Adagrad, Adam
+from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, some_values, states_of, steps_as_the_reference
+from kernel_formulas import SGD, Adagrad, Adam, Lion
 from loops import loops, variants_here, with_threads, with_variant
 from meshstep.optim.kernels import native as native_module
 from meshstep.optim.step.c_engine import update_by_loops
@@ -71,7 +71,7 @@ def test_native_loop_adam_updates_are_bitwise_identical_for_all_loop_variants(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
+@pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1), Lion(0.1)], ids=repr)
 def test_native_loop_updates_are_bitwise_identical_for_all_loop_variants_and_threads(rule: Rule) -> None:
     results = list[list[Tensor]]()
     for variant, (threads, torchs) in product(VARIANTS, ((1, True), (3, True), (3, False))):
@@ -83,7 +83,7 @@ def test_native_loop_updates_are_bitwise_identical_for_all_loop_variants_and_thr
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
+@pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1, momentum=0.9), Adagrad(0.1), Lion(0.1)], ids=repr)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_skipped_native_loop_update_changes_nothing(rule: Rule, variant: str) -> None:
     case = ByLoops(rule, [5, 20_000], torch.float32, torch.bfloat16, seed=5)
@@ -94,6 +94,38 @@ def test_skipped_native_loop_update_changes_nothing(rule: Rule, variant: str) ->
     assert all(torch.equal(now, then) for now, then in zip(case.everything(), before, strict=True))
     case.step(0.5)
     assert not torch.equal(case.params[1], before[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rule", [Lion(0.03), Lion(0.03, 0.5, 0.8, 0.3), Lion(0.0, weight_decay=0.1)], ids=repr)
+def test_native_loop_lion_update_has_the_bits_of_torch_operations(
+    rule: Lion, grad_dtype: torch.dtype, variant: str
+) -> None:
+    """The reference steps one float32 tensor after the other. Values include zeros of both signs, denormals and NaN.
+    A reference that multiplies by the factor, instead of dividing by 1 / factor, has other bits."""
+    numels = [0, 1, 15, 1025, 20_001]
+    case = ByLoops(rule, numels, grad_dtype, torch.bfloat16, seed=3)
+    case.params = [some_values((numel,), torch.float32, 1.0, numel) for numel in numels]
+    case.grads = [some_values((numel,), grad_dtype, 1.0, 1 + numel) for numel in numels]
+    case.states = [[some_values((numel,), torch.float32, 0.1, 2 + numel)] for numel in numels]
+    case.grads[-1][:9] = 0.0
+    case.states[-1][0][:6] = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf, -torch.inf])
+    scale, wanted, wrong = torch.tensor(1 / 0.37), deepcopy(case), deepcopy(case)
+    with with_variant(variant):
+        for t in range(3):
+            case.step(0.37)
+            for i, grad in enumerate(case.grads):
+                rule.step(wanted.params[i], grad.float() / scale, wanted.states[i], t)
+                rule.step(wrong.params[i], grad.float() * 0.37, wrong.states[i], t)
+    assert bits(case) == bits(wanted)
+    assert bits(case) != bits(wrong)
+
+
+def bits(case: Case) -> list[list[int]]:
+    """Return the bits of parameters and states; all NaNs have the same bits."""
+    tensors = [*case.params, *(state for states in case.states for state in states)]
+    return [tensor.masked_fill(tensor.isnan(), torch.nan).view(torch.int32).tolist() for tensor in tensors]
 
 
 def values_to_round(half: torch.dtype) -> Tensor:

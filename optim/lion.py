@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels.native import Kind
+from .step.c_engine import SUPPORTED_OPTIMIZERS, FusedOptimizerSpec
+
 
 class Lion(torch.optim.Optimizer):
     """Lion optimizer: subtracts ``lr`` times the sign of a weighted average of momentum and gradient from every weight.
@@ -151,3 +154,9 @@ class Lion(torch.optim.Optimizer):
 
 def _in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().to(dtype) for tensor in tensors]
+
+
+# `Lion` computes 1 - lr weight_decay in float64, but in float32 if lr is a tensor; the loops always in float64.
+SUPPORTED_OPTIMIZERS[Lion] = FusedOptimizerSpec(
+    Kind.LION, ("lr", "betas", "weight_decay"), ("exp_avg",), counted=False, in_triton=False, tensors=False
+)

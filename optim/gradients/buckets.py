@@ -523,22 +523,24 @@ def _group_params(
 ) -> tuple[dict[_BucketKey, list[int]], dict[float, list[Tensor]]]:
     """Return {key: indices of parameters whose gradients are summed} and {scale: parameters whose gradients are scaled}."""
     topology = plan.topology
-    # Thousands of parameters share a few layouts, so the ranks of each layout are computed once.
-    by_layout: dict[tuple[P, tuple[str, ...], bool, str, str], list[int]] = {}
+    by_layout: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
     for index, entry in enumerate(plan.entries):
         if only is None or only(entry):
-            dtype, device = str(gradient_dtype(params[index])), str(params[index].device)
-            by_layout.setdefault((entry.spec, entry.averaged, entry.trained, dtype, device), []).append(index)
+            by_layout.setdefault((entry.spec, entry.averaged, entry.trained), []).append(index)
     by_key: dict[_BucketKey, list[int]] = {}
     by_scale: dict[float, list[Tensor]] = {}
-    for (spec, averaged, trained, dtype, device), indices in by_layout.items():
+    for (spec, averaged, trained), members in by_layout.items():
         ranks = sync_ranks(spec, topology, plan.rank, average_data, averaged)
         scale = sync_scale(topology, average_data, averaged)
-        if trained and len(ranks) > 1:
-            key = _BucketKey(ranks, layout_kind(spec, topology), dtype, device, scale)
-            by_key.setdefault(key, []).extend(indices)
+        if trained and len(ranks) > 1:  # else a parameter may be no leaf, and has no dtype of its gradient
+            by_dtype: dict[tuple[str, str], list[int]] = {}
+            for index in members:
+                by_dtype.setdefault((str(gradient_dtype(params[index])), str(params[index].device)), []).append(index)
+            for (grad_dtype, device), indices in by_dtype.items():
+                kind = _BucketKey(ranks, layout_kind(spec, topology), grad_dtype, device, scale)
+                by_key.setdefault(kind, []).extend(indices)
         elif scale != 1.0:
-            by_scale.setdefault(scale, []).extend(params[index] for index in indices)
+            by_scale.setdefault(scale, []).extend(params[index] for index in members)
     return by_key, by_scale
 
 

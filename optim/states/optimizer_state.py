@@ -34,7 +34,6 @@ from ...parallel.mesh.value_checks import (
     wrong,
 )
 from ..clip.base import ClipState
-from ..lion import Lion
 from ..norm.plan import ReductionPlan
 from ..step.c_engine import SUPPORTED_OPTIMIZERS
 from ..step.skips import SkipMonitor
@@ -232,7 +231,6 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 _ELEMENTWISE = frozenset(
     {
-        Lion,
         torch.optim.ASGD,
         torch.optim.Adadelta,
         torch.optim.Adagrad,
@@ -247,7 +245,8 @@ _ELEMENTWISE = frozenset(
         torch.optim.SparseAdam,
     }
 )
-"""Optimizers of torch. Each of their states that is a tensor is 0-dim or has its parameter's shape."""
+"""Optimizers of torch. Each of their states that is a tensor is 0-dim or has its parameter's shape, as for all
+`SUPPORTED_OPTIMIZERS`."""
 
 
 def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -259,7 +258,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
     positions = [position for group in saved["param_groups"] for position in group["params"]]
     saved_of = dict(zip(params_of(optimizer), positions, strict=True))
     for part in parts_of(optimizer):
-        if type(part) not in _ELEMENTWISE:
+        if type(part) not in _ELEMENTWISE and type(part) not in SUPPORTED_OPTIMIZERS:
             continue
         for param in params_of(part):
             position = saved_of[param]

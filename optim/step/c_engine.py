@@ -35,7 +35,6 @@ from ..kernels.memory import (
     same_memory_format,
 )
 from ..kernels.native import DTYPES, NO_MEMORY, Kind, Native, PointerColumns
-from ..lion import Lion
 from .update_request import LowPrecisionOut, UpdateRequest
 from .wrapped_optimizer import has_step_hooks
 
@@ -67,7 +66,7 @@ ADAM = FusedOptimizerSpec(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     last="amsgrad",
 )
-SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
+SUPPORTED_OPTIMIZERS: dict[type, FusedOptimizerSpec] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
     torch.optim.SGD: FusedOptimizerSpec(
@@ -78,10 +77,6 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
         counted=False,
     ),
     torch.optim.Adagrad: FusedOptimizerSpec(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
-    # `Lion` computes 1 - lr weight_decay in float64, but in float32 if lr is a tensor; the loops always in float64.
-    Lion: FusedOptimizerSpec(
-        Kind.LION, ("lr", "betas", "weight_decay"), ("exp_avg",), counted=False, in_triton=False, tensors=False
-    ),
 }
 
 

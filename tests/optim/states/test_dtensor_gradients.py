@@ -154,24 +154,10 @@ def stepped(axes: Axes, of_param: str, of_steps: list[list[str | None]]) -> list
         return found
 
 
-class Given(torch.autograd.Function):
-    """A function whose backward returns a given gradient, so that autograd accumulates it."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
-        ctx.grad = grad
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.grad, None
-
-
 def sharded_sums(with_gradient: int) -> list[float]:
     """Return the norms of steps whose gradient is partial over the axis that shards the bfloat16 parameter.
 
-    Only the rank ``with_gradient`` has a gradient, of ones. In torch 2.11, a second one in a window would be added by a
-    collective, which the other rank does not issue.
+    Only the rank ``with_gradient`` has a gradient, of ones.
     """
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
@@ -181,12 +167,11 @@ def sharded_sums(with_gradient: int) -> list[float]:
         optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1e-3), registry, precision=Bf16())
         norms = []
         for _ in range(2):
+            optimizer.backward(None)
             if registry.global_rank == with_gradient:
                 local = torch.ones(FULL, dtype=torch.bfloat16)
                 grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-                optimizer.backward(Given.apply(param, grad))
-            else:
-                optimizer.backward(None)
+                param.grad = grad
             stats = optimizer.step()
             assert stats is not None
             norms.append(float(stats.total_norm))

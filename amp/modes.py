@@ -48,8 +48,8 @@ class Precision(ABC):
     main_grads: bool = True
     """If True, gradients of half-precision parameters that have float32 master weights accumulate in float32.
 
-    In `ParallelOptimizer`, gradients that torch's `DistributedDataParallel` or `fully_shard` reduces, and partial
-    gradients of DTensors, accumulate in the dtype of the parameters anyway.
+    In `ParallelOptimizer`, gradients that torch's `DistributedDataParallel` or `fully_shard` reduces accumulate in the
+    dtype of the parameters anyway.
     """
 
     @property

@@ -412,8 +412,7 @@ def accumulate_like_piece(param: DTensor, piece: nn.Parameter) -> None:
 
     The first gradient of ``param`` is cast. A parameter of `fully_shard` is unchanged: autograd does not accumulate its
     gradient, and `fully_shard` sets gradients in the parameter's dtype. Only autograd calls the first hook below;
-    `fully_shard` calls hooks of the second kind itself. A parameter whose first gradient is partial is unchanged too,
-    because torch 2.11 sums partial gradients over ranks to cast them.
+    `fully_shard` calls hooks of the second kind itself.
     """
 
     def before(grad: Tensor) -> None:
@@ -422,10 +421,8 @@ def accumulate_like_piece(param: DTensor, piece: nn.Parameter) -> None:
 
     def after(param: Tensor) -> None:
         second[0].remove()
-        grad: Tensor | None = param.grad
-        is_partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
-        if not is_partial and piece.grad_dtype not in (None, param.grad_dtype):
-            param.grad = None
+        if piece.grad_dtype not in (None, param.grad_dtype):
+            grad, param.grad = param.grad, None
             param.grad_dtype = piece.grad_dtype
             param.grad = None if grad is None else grad.to(piece.grad_dtype)
 

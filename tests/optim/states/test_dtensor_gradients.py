@@ -170,8 +170,7 @@ def sharded_sums(with_gradient: int) -> list[float]:
             optimizer.backward(None)
             if registry.global_rank == with_gradient:
                 local = torch.ones(FULL, dtype=torch.bfloat16)
-                grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-                param.grad = grad
+                param.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
             stats = optimizer.step()
             assert stats is not None
             norms.append(float(stats.total_norm))
@@ -186,6 +185,52 @@ def test_rank_without_gradient_joins_float32_sum_over_the_axis_that_shards_a_bfl
     """Zeros in bfloat16 on the other rank would not fit the sum."""
     for norms in world.run(2, sharded_sums, with_gradient):
         assert norms == pytest.approx([48**0.5] * 2, rel=1e-6)
+
+
+class Given(torch.autograd.Function):
+    """A function of a DTensor whose backward returns a partial gradient with ``value`` in all elements.
+
+    Nothing else may refer to the gradient, or autograd copies it; in torch 2.11 a copy is summed over the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, mesh: Any, value: float) -> Tensor:
+        ctx.mesh, ctx.value, ctx.dtype = mesh, value, param.dtype
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        from torch.distributed.tensor import DTensor, Partial
+
+        local = torch.full(FULL, ctx.value, dtype=ctx.dtype)
+        return DTensor.from_local(local, ctx.mesh, [Partial()], run_check=False), None, None
+
+
+def accumulated(of_param: str) -> list[float]:
+    """Return the norms of two steps, each on partial bfloat16 gradients of 256, 1, 1 and 1 per element and rank."""
+    from torch.distributed.tensor import distribute_tensor
+
+    with registry_of((("tensor", 2),)) as registry:
+        mesh = registry.device_mesh("tensor")
+        zeros = torch.zeros(FULL, dtype=torch.bfloat16)
+        param = nn.Parameter(distribute_tensor(zeros, mesh, eval_placements(of_param)))
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1e-3), registry, precision=Bf16())
+        norms = []
+        for _ in range(2):
+            for value in (256.0, 1.0, 1.0, 1.0):
+                optimizer.backward(Given.apply(param, mesh, value))
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+            optimizer.zero_grad()
+        return norms
+
+
+@pytest.mark.parametrize("of_param", ["0", "R"])
+def test_partial_gradients_of_bfloat16_dtensors_accumulate_in_float32(world: World, of_param: str) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    for norms in world.run(2, accumulated, of_param):
+        assert norms == pytest.approx([2 * 259 * 48**0.5] * 2, rel=1e-6)
 
 
 def eval_placements(text: str) -> list[Any]:

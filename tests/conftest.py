@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from interpreted import Interpreted, interpreted_pool
 from loops import using
-from properties import default_cases, profile, sample, starts_processes
+from properties import default_cases, is_sample, profile, sample, starts_processes
 from world import World
 
 torch.set_num_threads(1)
@@ -27,12 +27,14 @@ gc.set_threshold(100_000)
 # `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
 # it; other hypothesis tests draw `max_examples` cases. The profiles:
 # "default" is `pytest` without options.
-# "long" is the run of .ci/run with the tests that the default run leaves out because they are long.
-# "once" is the default run and the run of long tests in one.
-# "oldest" is the run of .ci/run on the oldest torch, with a sample of all tests.
+# "long" is a run with the tests that the default run leaves out because they are long.
+# "once" is the run of .ci/run: the default run and the run of long tests in one.
+# "oldest" is the run of .ci/run on the oldest torch, with a sample of all tests; "oldest-all" is a larger sample, with the
+# tests that tests/benchmarks/oldest_sample.py found to execute no further code.
 # "full" is the run with the slow tests.
 # "many" is for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
-for name, examples in (("default", 10), ("long", 10), ("once", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
+EXAMPLES = {"default": 10, "long": 10, "once": 10, "oldest": 10, "oldest-all": 10, "full": 100, "many": 1700}
+for name, examples in EXAMPLES.items():
     settings.register_profile(
         f"meshstep-{name}",
         deadline=None,
@@ -80,15 +82,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the cases that the default run leaves out as slow, and move the longest files to the front.
 
     Without that order, one xdist process would be idle at the end. A test named on the command line keeps all cases.
-    The profile "oldest" marks no cases; it deselects all tests outside its sample. The profile "long" deselects all tests
-    without the marker ``long``.
+    The profiles for the oldest torch mark no cases; they deselect all tests outside their sample. The profile "long"
+    deselects all tests without the marker ``long``.
     """
     long = {item for item in items if item.get_closest_marker("long") is not None}
-    if profile() in ("oldest", "long"):
+    if is_sample() or profile() == "long":
         chosen = long if profile() == "long" else set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    if profile() != "oldest":
+    if not is_sample():
         by_default = {item for item in default_cases(items) if profile() != "default" or item not in long}
         named = tuple(argument for argument in config.args if "::" in argument)
         for item in items:

@@ -45,9 +45,8 @@ from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
-from executed_blocks import Record, record
+from executed_blocks import ROOT, Record, copy_of_repository, record
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 900  # limit of a test run; a fault may cause an endless loop or a deadlock
 
 # The tests of each module, by the longest prefix of its path.
@@ -899,15 +898,6 @@ def draw(count: int, seed: int, prefixes: tuple[str, ...]) -> list[Fault]:
 
 
 # Test runs --------------------------------------------------------------------------------------------------------------
-
-
-def copy_of_repository(folder: Path) -> Path:
-    """Copy the library, its tests, pages and examples into ``folder``, and return ``folder``."""
-    for name in ("amp", "optim", "parallel", "src", "tests", "docs", "examples"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, folder / name)
-    return folder
 
 
 def outcome_of(fault: Fault, copy: Path, tests: list[str], seconds: float = SECONDS) -> str:

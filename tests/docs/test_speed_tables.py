@@ -81,6 +81,7 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
 }
 ELSEWHERE = {
     "gpu": "test_gpu_suite.py",
+    "oldest_sample": "../harness/test_properties.py",
     "peers": "../interop/test_peers_table.py",
     "registers": "test_register_table.py",
     "transfers": "test_transfer_table.py",

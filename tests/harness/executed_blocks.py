@@ -1,4 +1,6 @@
-"""A record of the tests that execute each block of the library's code, for `tests/benchmarks/code_mutants.py`.
+"""A record of the tests that execute each block of the library's code.
+
+`tests/benchmarks/code_mutants.py` and `tests/benchmarks/oldest_sample.py` use it.
 
 `record` writes into each function of a copy of the repository, at the start of each block, an assignment
 ``_hits[number] = 1``. A block is a list of statements that run one after the other: the body of a function, a branch, a
@@ -15,6 +17,7 @@ import ast
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +27,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 SIZE = 1 << 16  # bytes of the hits, one per block, so also the largest number of blocks
 _FUTURE = "from __future__ import annotations"
 _COMPOUND = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.Match
@@ -85,7 +89,18 @@ def _is_text(statement: ast.stmt) -> bool:
 # The record -------------------------------------------------------------------------------------------------------------
 
 
-def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments: Sequence[str] = ()) -> None:
+def copy_of_repository(folder: Path) -> Path:
+    """Copy the library, its tests, pages and examples into ``folder``, and return ``folder``."""
+    for name in ("amp", "optim", "parallel", "src", "tests", "docs", "examples"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def record(
+    copy: Path, files: Sequence[str], to: Path, processes: int, arguments: Sequence[str] = (), profile: str = "once"
+) -> None:
     """Run tests in a copy of the repository, and write which blocks each test executes.
 
     Tests that read the code, or that compile it to one graph, fail in the copy. Their hits count nevertheless.
@@ -94,6 +109,9 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
         copy: The root of the copy. Its files change.
         files: The modules whose blocks are recorded, by their paths in the repository.
         to: The file for `Record`.
+        processes: The number of pytest processes.
+        arguments: Further arguments of pytest.
+        profile: The profile of `tests/conftest.py`, which decides which tests run.
     """
     blocks, count = dict[str, list[tuple[int, int, int]]](), 0
     for file in files:
@@ -106,7 +124,7 @@ def record(copy: Path, files: Sequence[str], to: Path, processes: int, arguments
     folder = copy / "hits"
     folder.mkdir()
     search_path = os.pathsep.join([str(copy / "src"), str(Path(__file__).parent)])
-    own = {"PYTHONPATH": search_path, "MESHSTEP_HITS": str(folder), "MESHSTEP_TEST_PROFILE": "once"}
+    own = {"PYTHONPATH": search_path, "MESHSTEP_HITS": str(folder), "MESHSTEP_TEST_PROFILE": profile}
     environment = {**os.environ, **own}
     command = [sys.executable, "-m", "pytest", "-q", "-pexecuted_blocks", "-pno:cacheprovider", f"-n{processes}"]
     subprocess.run([*command, *arguments], cwd=copy, env=environment, check=False)
@@ -123,9 +141,9 @@ class Record:
         stored = json.loads(path.read_text())
         self.blocks: dict[str, list[tuple[int, int, int]]] = stored["blocks"]  # per file: first line, last line, number
         self.seconds: dict[str, float] = {name: seconds for name, seconds, _ in stored["tests"]}
-        self.executed: dict[str, int] = {name: len(hits) for name, _, hits in stored["tests"]}
+        self.hits: dict[str, set[int]] = {name: set(hits) for name, _, hits in stored["tests"]}
         self._tests: dict[int, list[str]] = {}
-        for name, _, hits in stored["tests"]:
+        for name, hits in self.hits.items():
             for number in hits:
                 self._tests.setdefault(number, []).append(name)
 
@@ -137,7 +155,23 @@ class Record:
         around = [number for first, last, number in self.blocks.get(file, ()) if first <= line <= last]
         if not around:
             return None
-        return sorted(self._tests.get(around[-1], ()), key=lambda name: self.executed[name])
+        return sorted(self._tests.get(around[-1], ()), key=lambda name: len(self.hits[name]))
+
+
+def without_new_blocks(seconds: dict[str, float], blocks: dict[str, set[int]], limit: float) -> list[str]:
+    """Return tests that take over ``limit`` seconds and whose blocks other tests execute too.
+
+    All faster tests stay. Of the others, as many stay as are needed to execute all blocks. The choice is greedy: the next
+    test is the one with the most new blocks per second.
+    """
+    slow = {test for test, taken in seconds.items() if taken > limit}
+    executed = set[int]().union(*(found for test, found in blocks.items() if test not in slow))
+    missing = set[int]().union(*blocks.values()) - executed
+    while missing:
+        best = max(sorted(slow), key=lambda test: len(blocks[test] & missing) / seconds[test])
+        slow.remove(best)
+        missing -= blocks[best]
+    return sorted(slow)
 
 
 # The pytest plugin, which is this module in a process with MESHSTEP_HITS -------------------------------------------------

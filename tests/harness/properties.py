@@ -49,6 +49,7 @@ STARTS_PROCESSES = (
     "parallel/test_ranks.py",
 )
 FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
+NOT_ON_OLDEST = Path(__file__).with_name("not_on_oldest_torch.txt")  # by tests/benchmarks/oldest_sample.py
 
 
 def random_cases(
@@ -106,7 +107,7 @@ def is_full() -> bool:
 
 
 def is_sample() -> bool:
-    return profile() == "oldest"
+    return profile() in ("oldest", "oldest-all")
 
 
 def repetitions(values: Sequence[C], *key: object, default: int | None = None) -> Sequence[C]:
@@ -131,7 +132,11 @@ def sample(items: Sequence[Item]) -> list[Item]:
 
     The case is from the second half of a test's list, because tests list one process first and the layouts of many
     ranks last. A hash of the name decides which case.
+
+    The profile "oldest" also leaves out the tests in `NOT_ON_OLDEST`: the tests over a tenth of a second that execute
+    only code that other tests of the sample execute.
     """
+    left_out = {*NOT_ON_OLDEST.read_text().splitlines()} if profile() == "oldest" else set()
     by_test: dict[str, list[Item]] = {}
     for item in items:
         if item.get_closest_marker("long") is None:
@@ -143,6 +148,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
         item
         for file, chosen in by_file.items()
         for item in (_some_of(chosen, CASES_OF_A_FILE) if starts_processes(file) else chosen)
+        if item.nodeid.partition("[")[0] not in left_out
     ]
 
 

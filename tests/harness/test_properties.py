@@ -9,6 +9,7 @@ from typing import Any
 
 import properties
 import pytest
+from executed_blocks import without_new_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties import (
@@ -169,6 +170,30 @@ def test_sample_contains_few_tests_of_files_that_start_processes() -> None:
     chosen = [case.nodeid for case in sample(every)]
     assert sum(name.startswith("tests/examples/") for name in chosen) == CASES_OF_A_FILE
     assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
+
+
+def test_sample_leaves_out_listed_tests_and_takes_no_others_in_their_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    every = [item(f"tests/parallel/test_spec.py::test_{index}", mode=mode) for index in range(5) for mode in range(4)]
+    every += [item(f"tests/examples/test_a.py::test_{index}") for index in range(10)]
+    chosen = sample(every)
+    names = ("tests/examples", "tests/parallel/test_spec.py::test_3")
+    listed = [case.nodeid.partition("[")[0] for case in chosen if case.nodeid.startswith(names)]
+    (tmp_path / "list.txt").write_text("".join(f"{test}\n" for test in listed))
+    monkeypatch.setattr(properties, "NOT_ON_OLDEST", tmp_path / "list.txt")
+    monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "oldest-all")
+    assert sample(every) == chosen
+    monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "oldest")
+    assert sample(every) == [case for case in chosen if case.nodeid.partition("[")[0] not in listed]
+    assert len(listed) == CASES_OF_A_FILE + 1
+
+
+def test_oldest_sample_keeps_fast_tests_and_as_many_others_as_execute_all_blocks() -> None:
+    """`tests/benchmarks/oldest_sample.py` applies this choice to a record of all tests."""
+    seconds = {"fast": 0.1, "slow": 2.0, "slow and same": 3.0, "slow and most": 2.0, "slow and new": 9.0}
+    blocks = {"fast": {1}, "slow": {1, 2}, "slow and same": {2, 3}, "slow and most": {2, 3}, "slow and new": {1, 4}}
+    assert without_new_blocks(seconds, blocks, 0.1) == ["slow", "slow and same"]
 
 
 def test_repetitions_returns_fewer_values_only_in_shorter_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,14 @@ class _Start(NamedTuple):
 
     Args:
         path: `sys.path` of a fresh interpreter, without the script's folder.
-        printed: The files that receive stdout and stderr.
+        printed: The files that receive stdout and stderr. None: those of the parent process.
     """
 
     arguments: tuple[str, ...]
     cwd: str
     env: dict[str, str]
     path: list[str]
-    printed: tuple[str, str]
+    printed: tuple[str, str] | None
 
 
 class Forked:
@@ -77,8 +77,9 @@ class Forked:
     ) -> None:
         """Start the process as `run` does, or as `torchrun` does if ``processes`` > 0.
 
-        ``fork_children``: also fork the processes that this one starts by `subprocess.Popen` with `sys.executable` in a
-        new session. Their output must go to a file.
+        ``fork_children``: also fork the processes that this one and its children start by `subprocess.Popen` with
+        `sys.executable` in a new session, such as the ranks of torchrun. Their output must go to one file, or to that of
+        the parent process.
         """
         self.args = arguments
         folder = tempfile.mkdtemp(prefix="forked")
@@ -130,14 +131,18 @@ class Forked:
 
 
 def run(
-    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+    fork_children: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS...``, where the first argument is a script, ``-m`` or ``-c``.
 
     ``env`` is the complete environment; default: that of this process. After a timeout, the process and its process
-    group are killed, and TimeoutExpired is raised.
+    group are killed, and TimeoutExpired is raised. ``fork_children`` as in `Forked`.
     """
-    return Forked(*arguments, cwd=cwd, env=env).completed(timeout)
+    return Forked(*arguments, cwd=cwd, env=env, fork_children=fork_children).completed(timeout)
 
 
 def torchrun(
@@ -171,7 +176,10 @@ def _fresh_path(python_path: str) -> list[str]:
 
 def _forked(start: _Start, processes: int, import_first: bool, fork_children: bool = False) -> None:
     os.setsid()
-    for path, stream in zip(start.printed, (sys.stdout, sys.stderr), strict=True):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):  # the parent process may handle these signals
+        default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        signal.signal(signal.Signals[name], default)
+    for path, stream in zip(start.printed or (), (sys.stdout, sys.stderr), strict=False):
         stream.flush()
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream.fileno())
@@ -190,7 +198,7 @@ def _forked(start: _Start, processes: int, import_first: bool, fork_children: bo
     _forget_modules()
     gc.freeze()  # objects from before the fork live as long as the process; scanning them would copy their memory pages
     if fork_children:
-        subprocess.Popen = functools.partial(_popen, subprocess.Popen)  # type: ignore[assignment, misc]
+        _fork_children()
     if processes:
         _launch(processes, start.arguments, import_first)
     else:
@@ -246,22 +254,38 @@ def _serve(connection: socket.socket) -> None:
     exec(re.sub(r"main\(\d+, \d+", f"main({listener}, {alive}", command), {})
 
 
-def _popen(start: Callable[..., Any], command: Sequence[str], **options: Any) -> Any:
+def _fork_children() -> None:
+    """Fork Python processes in new sessions that this process and its children start by `subprocess.Popen`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    forking = functools.partial(_popen, subprocess.Popen)
+    subprocess.Popen = forking  # type: ignore[assignment, misc]
+    subprocess_handler.Popen = forking  # type: ignore[assignment, attr-defined]  # starts the ranks of torchrun
+
+
+def _popen(start: Callable[..., Any], args: Sequence[str], **options: Any) -> Any:
     """Start a process like `subprocess.Popen` (``start``), but fork it if it would run Python in a new session."""
-    if command[0] != sys.executable or not options.get("start_new_session"):
-        return start(command, **options)
-    assert options["stderr"] == subprocess.STDOUT
-    return _ForkedChild(command[1:], options["stdout"].name, str(options["cwd"]), options["env"])
+    if args[0] != sys.executable or not options.get("start_new_session"):
+        return start(args, **options)
+    log = options["stdout"]
+    assert options["stderr"] == (None if log is None else subprocess.STDOUT)
+    # The flag -u is ignored: the buffered output is written at the end of the child.
+    arguments = args[2:] if args[1] == "-u" else args[1:]
+    return _ForkedChild(arguments, None if log is None else log.name, options.get("cwd"), options["env"])
 
 
 class _ForkedChild:
     """A process that is forked from this one, with the methods of `subprocess.Popen` that its user calls."""
 
-    def __init__(self, arguments: Sequence[str], log: str, cwd: str, env: dict[str, str]) -> None:
-        start = _Start(tuple(arguments), cwd, env, _fresh_path(env.get("PYTHONPATH", "")), (log, log))
+    def __init__(self, arguments: Sequence[str], log: str | None, cwd: Path | None, env: dict[str, str]) -> None:
+        path, printed = _fresh_path(env.get("PYTHONPATH", "")), None if log is None else (log, log)
+        start = _Start(tuple(arguments), str(cwd or Path.cwd()), env, path, printed)
         self._process = multiprocessing.get_context("fork").Process(target=_forked, args=(start, 0, False))
         self._process.start()
         self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

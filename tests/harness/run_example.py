@@ -38,9 +38,9 @@ def start_example(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run the script under torchrun, whose ranks are fresh interpreters, and return the completed process."""
+    """Run the script with the command torchrun, and return the completed process. Launcher and ranks are forked."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return forked_python.run(*torchrun, str(EXAMPLES / f"{name}.py"), *flags)
+    return forked_python.run(*torchrun, str(EXAMPLES / f"{name}.py"), *flags, fork_children=True)
 
 
 @contextlib.contextmanager

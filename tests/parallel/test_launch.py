@@ -165,8 +165,9 @@ def test_init_distributed_connects_two_processes_of_each_launcher(
 
 
 def test_init_distributed_connects_two_processes_under_torchrun() -> None:
+    """The ranks are forked. In `test_checkpoint_kill.py` they are fresh interpreters."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    result = forked_python.run(*torchrun, sys.executable, "-c", PROGRAM)  # forks the launcher only
+    result = forked_python.run(*torchrun, sys.executable, "-c", PROGRAM, fork_children=True)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["torchrun 0 0 cpu 3.0 1.0", "torchrun 1 1 cpu 3.0 2.0"]
 

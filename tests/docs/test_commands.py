@@ -39,6 +39,6 @@ def test_python_m_meshstep_passes_arguments_to_the_package_command() -> None:
     done = forked_python.run("-m", "meshstep", "parallel", "data=2", "row=2", "--rank", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "data" in done.stdout
-    done = run("parallel", "--help")
+    done = forked_python.run("-m", "meshstep", "parallel", "--help")
     assert done.stdout.startswith("usage: python -m meshstep.parallel")
-    assert run("optim", "report", "nowhere.jsonl").returncode == 2
+    assert forked_python.run("-m", "meshstep", "optim", "report", "nowhere.jsonl").returncode == 2

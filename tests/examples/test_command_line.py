@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 from meshstep.amp import ApexFp16
@@ -67,10 +67,17 @@ def test_quickstart_help_prints_usage_without_training() -> None:
     ("name", "package"), [("clip_resnet34", "torchvision"), ("amp_vit", "torchvision"), ("train_digits", "sklearn")]
 )
 def test_missing_package_error_names_the_extra_to_install(name: str, package: str) -> None:
-    program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]; "
-    program += f"sys.path[0] = {str(EXAMPLES)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    script = str(EXAMPLES / f"{name}.py")
-    done = subprocess.run([sys.executable, "-c", program, script, "--help"], capture_output=True, text=True)
+    program = f"""
+import sys, runpy
+for name in [*sys.modules]:
+    if name.startswith({f"{package}."!r}):  # a forked process may have imported it
+        del sys.modules[name]
+sys.modules[{package!r}] = None
+sys.argv = sys.argv[1:]
+sys.path[0] = {str(EXAMPLES)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    done = forked_python.run("-c", program, str(EXAMPLES / f"{name}.py"), "--help")
     assert done.returncode == 1
     assert done.stderr == (
         f"{name}.py: error: {package} is not installed, which this example needs: pip install -e '.[examples]'\n"

@@ -29,8 +29,11 @@ def rounded_by_kernel() -> list[str]:
 
     wrong = []
     for steps, strided in product((0, 7, 2**33 + 1), (False, True)):
-        drawn, sources = [], []
+        drawn: dict[int, Drawn] = {}
+        sources = []
         for index, shape in enumerate(SHAPES):
+            if strided and shape in (SHAPES[0], SHAPES[2]):
+                continue  # large, and the same tensors as in the case that is not strided
             pairs = []
             for number in range(2):
                 source = values(shape, 10 * index + number)
@@ -40,8 +43,8 @@ def rounded_by_kernel() -> list[str]:
                     target = target.transpose(0, -1).contiguous().transpose(0, -1)
                 pairs.append((target, source))
                 sources.append((index, number, target, source))
-            drawn.append(Drawn(Noise(3, steps, f"weight {index}"), pairs))
-        assert round_by_kernels(drawn) == []
+            drawn[index] = Drawn(Noise(3, steps, f"weight {index}"), pairs)
+        assert round_by_kernels([*drawn.values()]) == []
         for index, number, target, source in sources:
             noise = noise_of(drawn[index].noise.key, number, steps, source.numel())
             if not torch.equal(bits(target), bits(round_plainly(source, noise))):

@@ -305,10 +305,10 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
     world.run_each(run_to, saved)
     sharded = {"states": Sharded("row")}
     found = world.run_each(
-        run_to, [(4, (columns, MAKES[name], tmp_path / name, range(4, 10), True, sharded)) for name in NAMES]
+        run_to, [(4, (columns, MAKES[name], tmp_path / name, range(4, 7), True, sharded)) for name in NAMES]
     )
     for name, by_rank in zip(NAMES, found, strict=True):
-        assert largest_error(by_rank, alone(columns, MAKES[name])) <= EXACT, name
+        assert largest_error(by_rank, alone(columns, MAKES[name], 7)) <= EXACT, name
         assert copies_differ(by_rank) == [], name
 
 
@@ -320,8 +320,8 @@ def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_den
 ) -> None:
     """With the usual bucket size, the slice of a rank contains complete shards as flat tensors."""
     layout = LAYOUTS["data x tensor"]
-    by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)
+    by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 7, None)
     for index, (name, make) in enumerate(OPTIMIZERS.items()):
         own = [of_rank[index] for of_rank in by_rank]
-        assert largest_error(own, alone(layout, make)) <= EXACT, name
+        assert largest_error(own, alone(layout, make, 7)) <= EXACT, name
         assert copies_differ(own) == [], name

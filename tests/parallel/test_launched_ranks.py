@@ -19,6 +19,10 @@ LAUNCHED = 3
 CONFTEST = """\
 import json, os
 
+from meshstep.parallel.ranks import pool
+
+pool.GRACE = 1.0  # otherwise the pool waits 5 s for ranks that are blocked by a failed rank
+
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":

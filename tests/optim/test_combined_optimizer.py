@@ -62,28 +62,26 @@ def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def run(
-    make: Make, mode: str, where: str, directory: Path | None, dtype: torch.dtype = torch.float32
+    make: Make, mode: str, where: str, directory: Path | None, start: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], list[bool], dict[str, Tensor]]:
-    """Run `STEPS` steps; if ``directory`` is given, save and load a checkpoint before step `SAVED`.
+    """Run the steps from ``start`` to `STEPS`. If ``directory`` is given, save a checkpoint before step `SAVED`. If
+    ``start`` > 0, first load the checkpoint.
 
     Return the norm and the skip flag of each step, and the final full parameters.
     """
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
-
-        def made() -> tuple[nn.Module, ParallelOptimizer]:
-            model = build(SCENARIO, registry, dtype)
-            assert model is not None
-            MODES[mode].prepare(model, registry)
-            options: dict[str, Any] = {"max_norm": MAX_NORM, "precision": MODES[mode], "states": PLACEMENTS[where]}
-            return model, ParallelOptimizer(make(*halves(model)), registry, **options)
-
-        model, optimizer = made()
+        model = build(SCENARIO, registry, dtype)
+        assert model is not None
+        MODES[mode].prepare(model, registry)
+        options: dict[str, Any] = {"max_norm": MAX_NORM, "precision": MODES[mode], "states": PLACEMENTS[where]}
+        optimizer = ParallelOptimizer(make(*halves(model)), registry, **options)
+        if start:
+            assert directory is not None
+            load_checkpoint(directory, model, optimizer)
         norms, skipped = [], []
-        for step in range(STEPS):
-            if step == SAVED and directory is not None:
+        for step in range(start, STEPS):
+            if step == SAVED and not start and directory is not None:
                 save_checkpoint(directory, model, optimizer)
-                model, optimizer = made()
-                load_checkpoint(directory, model, optimizer)
             optimizer.zero_grad()
             loss = model(shard(batch(step), P("data"), registry))
             broken = step == BROKEN and registry.coordinate["data"] == 1
@@ -101,16 +99,15 @@ def test_two_optimizers_match_one_optimizer_with_two_param_groups_bitwise(
     where: str, world: World, tmp_path: Path
 ) -> None:
     modes = list(MODES) if where == "whole" else ["fp32", "bf16"] if where == "half states" else ["fp16", "bf16"]
-    cases: list[tuple[int, tuple[Any, ...]]] = [(4, (make, mode, where, None)) for mode in modes for make in (two, one)]
-    cases += [(4, (two, mode, where, tmp_path / mode)) for mode in modes]
-    found = world.run_each(run, cases)
-    for index, mode in enumerate(modes):
-        several, single = found[2 * index], found[2 * index + 1]
-        saved = found[2 * len(modes) + index]
-        for mine, its, again in zip(several, single, saved, strict=True):
-            assert mine[1] == its[1] == again[1], mode
+    several = world.run_each(run, [(4, (two, mode, where, tmp_path / mode)) for mode in modes])
+    single = world.run_each(run, [(4, (one, mode, where, None)) for mode in modes])
+    resumed = world.run_each(run, [(4, (two, mode, where, tmp_path / mode, SAVED)) for mode in modes])
+    for mode, *results in zip(modes, several, single, resumed, strict=True):
+        for mine, its, again in zip(*results, strict=True):
+            assert mine[1] == its[1] == [*its[1][:SAVED], *again[1]], mode
             assert mine[1][BROKEN], mode
-            assert str(mine[0]) == str(its[0]) == str(again[0]), mode
+            assert str(mine[0]) == str(its[0]), mode
+            assert str(mine[0][SAVED:]) == str(again[0]), mode
             for name in its[2]:
                 assert torch.equal(mine[2][name], its[2][name]), (mode, name)
                 assert torch.equal(mine[2][name], again[2][name]), (mode, name, "saved")
@@ -146,15 +143,16 @@ def test_two_optimizers_match_dense_steps_clipped_by_global_norm(make: Make, wor
     norms, weights = dense(make)
     assert any(norm > MAX_NORM for norm in norms), "some steps must be clipped"
     cases = [
-        (4, (make, "fp32", where, directory, torch.float64))
+        (4, (make, "fp32", where, tmp_path / where, start, torch.float64))
         for where in ("whole", "zero1")
-        for directory in (None, tmp_path / where)
+        for start in (0, SAVED)  # each second run loads the checkpoint of the run before it
     ]
-    for by_rank in world.run_each(run, cases):
+    for (_, case), by_rank in zip(cases, world.run_each(run, cases), strict=True):
+        start = case[4]
         for found, skipped, full in by_rank:
-            assert skipped == [step == BROKEN for step in range(STEPS)]
-            taken = [step for step in range(STEPS) if step != BROKEN]
-            assert [found[step] for step in taken] == pytest.approx([norms[step] for step in taken], rel=1e-12)
+            assert skipped == [step == BROKEN for step in range(start, STEPS)]
+            taken = [step for step in range(start, STEPS) if step != BROKEN]
+            assert [found[step - start] for step in taken] == pytest.approx([norms[step] for step in taken], rel=1e-12)
             for name, weight in weights.items():
                 torch.testing.assert_close(full[name], weight, rtol=1e-9, atol=1e-12)
 

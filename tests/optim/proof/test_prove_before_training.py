@@ -96,7 +96,7 @@ def assert_the_same(now: list[Any], before: list[Any]) -> None:
 
 
 def run(options: dict[str, Any], dtype: torch.dtype, proving: bool, micro: int) -> tuple[list[Any], list[Proof]]:
-    """Run three steps of ``micro`` micro-batches, with or without proofs. Return the final state, and the proofs."""
+    """Run two steps of ``micro`` micro-batches, with or without proofs. Return the final state, and the proofs."""
     proofs: list[Proof] = []
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model = Model(registry).to(dtype)
@@ -114,7 +114,7 @@ def run(options: dict[str, Any], dtype: torch.dtype, proving: bool, micro: int) 
         optimizer = ParallelOptimizer(inner, registry, **arguments(max_norm=0.3, accumulation_steps=micro, **options))
         proved(optimizer)
         norms = []
-        for step in range(3 * micro):
+        for step in range(2 * micro):
             optimizer.backward(loss_on(step, registry)(model))
             if "overlap" not in options:
                 proved(optimizer)
@@ -152,7 +152,7 @@ def both(options: dict[str, Any], dtype: torch.dtype, micro: int) -> list[Proof]
 def test_prove_does_not_change_training_run(world: World, name: str, micro: int) -> None:
     options, dtype = OPTIONS[name]
     for proofs in world.run(4, both, options, dtype, micro):
-        assert len(proofs) == 2 + (6 if name == "overlapped" else 9) * micro
+        assert len(proofs) == 2 + (4 if name == "overlapped" else 6) * micro
         for proof in proofs:
             assert proof.is_correct, str(proof)
             assert (len(proof.proved), len(proof.undecided)) in [(3, 3), (4, 2)]

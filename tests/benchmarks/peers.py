@@ -1,6 +1,6 @@
 """Time the optimizer step of other libraries and of meshstep in one interleaved run, with equal shapes and gradients.
 
-    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train] [--keep]
+    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train [--layers 9]] [--keep]
 
 Needs the extra ``interop``, and megatron-core without its dependencies. The time begins after backward, with the gradients
 where each library expects them, and ends when the next forward may begin: norm, clip, update, masters, copies to the model.
@@ -87,12 +87,12 @@ class Layer(nn.Module):
 
 
 class Trained(nn.Module):
-    """A transformer of nine layers and this width, with a batch."""
+    """A transformer of this width and number of layers, with a batch."""
 
-    def __init__(self, dtype: torch.dtype, width: int) -> None:
+    def __init__(self, dtype: torch.dtype, width: int, layers: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.model = Transformer(width, 9).to(dtype)
+        self.model = Transformer(width, layers).to(dtype)
         self.ids = torch.randint(VOCAB, (4, 129))
 
     @property
@@ -108,17 +108,18 @@ class Trained(nn.Module):
 class Run:
     """The configuration of a measurement.
 
-    ``registry`` has the ranks over which every tensor is sharded. ``train``: time forward and backward too.
-    ``deepspeed`` is the package.
+    ``registry`` has the ranks over which every tensor is sharded. ``train``: time forward and backward too, of ``layers``
+    layers. ``deepspeed`` is the package.
     """
 
     registry: ProcessGroupRegistry
     train: bool
     width: int
+    layers: int
     deepspeed: Any
 
     def model(self, dtype: torch.dtype) -> Any:
-        return Trained(dtype, self.width) if self.train else Layer(dtype, self.width)
+        return Trained(dtype, self.width, self.layers) if self.train else Layer(dtype, self.width)
 
     def contender(self, model: Any, step: Callable[[], object], dtype: torch.dtype | None = None) -> Contender:
         """Return a contender whose gradients are in ``.grad``, in ``dtype``."""
@@ -363,7 +364,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
         package.init_distributed("gloo")
         stack.enter_context(megatron(tensor_model_parallel_size=ranks))
         registry = stack.enter_context(ProcessGroupRegistry(Topology(tensor=ranks)))
-        run = Run(registry, arguments.train, arguments.width, package)
+        run = Run(registry, arguments.train, arguments.width, arguments.layers, package)
         for precision, makers in run.contenders().items():
             times = rounds(
                 {name: make() for name, make in makers.items()},
@@ -390,6 +391,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--width", type=int, default=512, help="of the transformer: 512 has 30M parameters")
     parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
+    parser.add_argument("--layers", type=int, default=9, help="of the transformer, with --train")
     parser.add_argument("--keep", action="store_true", help="store the ratios for docs/pictures/peers.py")
     arguments = parser.parse_args()
     if arguments.train and (arguments.ranks > 1 or arguments.keep):

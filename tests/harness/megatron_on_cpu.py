@@ -30,12 +30,11 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 2
 
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device", "")):
-            kwargs["device"] = "cpu"
+        if kwargs and "cuda" in str(kwargs.get("device", "")):
+            kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.cuda:
             return args[0]
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_python
+import meshstep.optim  # noqa: F401  # once, before `torchrun` forks processes: every recipe needs it
 from free_ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -21,7 +21,7 @@ from meshstep.parallel.interop.megatron_mla import sum_rope_gradients
 from torch import Tensor, nn
 from world import World
 
-STEPS, LR, MAX_NORM, EPS = 4, 1e-2, 0.3, 1e-4
+STEPS, LR, MAX_NORM, EPS = 3, 1e-2, 0.3, 1e-4
 Weights = dict[str, Tensor]
 # With smaller weights, the output layer would dominate the gradient norm.
 LARGE: dict[str, Any] = {"init_method_std": 0.3}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from world import World
 
 Weights = dict[str, Tensor]
-R, ALPHA, STEPS, LR, MAX_NORM = 2, 4.0, 10, 1e-2, 0.02
+R, ALPHA, STEPS, LR, MAX_NORM = 2, 4.0, 4, 1e-2, 0.02
 LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "word_embeddings", "output_layer"]
 DENSE: dict[str, Any] = {"init_method_std": 0.3}
 EXPERTS: dict[str, Any] = {

@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers (the extra 'inter
 
 Trained = tuple[list[float], dict[str, Tensor]]
 MESHES = [(1, 2), (2, 2)]
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def split_run(
     optimizer = ParallelOptimizer.for_model(model, make(model), max_norm=0.8, **options)
     registry, norms = optimizer.registry, []
     rows = slice(registry.rank("fsdp"), None, mesh[0])
-    for step in range(5):
+    for step in range(STEPS):
         stats = None
         for part in tokens_of(step).chunk(micro):
             optimizer.backward(loss_of(model, part[rows]))
@@ -83,7 +84,7 @@ def test_transformers_page_recipe_steps_on_four_ranks(world: World, saved: Calla
 def whole_run(path: str, make: Any = sgd) -> Trained:
     model = loaded(path, None)
     optimizer, norms = make(model), []
-    for step in range(5):
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, tokens_of(step)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8)))

@@ -70,6 +70,8 @@ from .step.wrapped_optimizer import (
 )
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Unpack
 
 
@@ -81,6 +83,30 @@ def _leave_uncompiled(kind: Any) -> None:
             uncompiled: Any = torch.compiler.disable(method)
             uncompiled.untraced = True
             setattr(kind, name, uncompiled)
+
+
+class _StepCall(track_call):
+    """A `track_call` of a method. An error in the block gets an explanation if model parameters were converted.
+
+    They were converted to another dtype or device after the optimizer was made.
+    """
+
+    __slots__ = ("_chain",)
+
+    def __init__(self, name: str, registry: ProcessGroupRegistry, chain: TransformChain) -> None:
+        super().__init__(name, registry)
+        self._chain = chain
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            try:
+                self._chain.explain(error)
+            except RuntimeError as explained:
+                super().__exit__(RuntimeError, explained, trace)
+                raise
+        super().__exit__(kind, error, trace)
 
 
 @renamed_members(pieces="stepped_tensors", vetoed_steps="rejected_steps", window_ends="mark_last_micro_batch")
@@ -456,7 +482,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 "scale again: write optimizer.backward(loss). scale_loss is for code that calls loss.backward() within "
                 "`with optimizer.window():`"
             )
-        with self._tracked("backward"), self._micro_batch(weight):
+        with _StepCall("backward", self.registry, self._chain), self._micro_batch(weight):
             if loss is not None:
                 loss = self._window.mask_loss(loss) if self.loss_scale is None else self.scale_loss(loss)
                 loss.backward(**kwargs)
@@ -589,7 +615,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 "step takes no closure: it uses the gradients of earlier backward calls; call backward, then step"
             )
         # The stages and their collectives: docs/explanation/STAGES.md
-        with self._tracked("step"):
+        with _StepCall("step", self.registry, self._chain):
             window = self._window
             window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)
             window.scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
@@ -650,19 +676,6 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return self._clipper(
             clip, info, in_place=in_place, earlier=window.decision, captured=window.captured, rule=rule
         )
-
-    @contextmanager
-    def _tracked(self, name: str) -> Iterator[None]:
-        """Return a context manager around the public method ``name``, which registers the call for reports of hangs.
-
-        An error in the body gets an explanation if model parameters were converted after the optimizer was made.
-        """
-        with track_call(name, self.registry):
-            try:
-                yield
-            except Exception as error:
-                self._chain.explain(error)
-                raise
 
     def _count_step(self, decision: StepDecision) -> str | None:
         """Count the step. Return the reason for an error that ends training, equal on every rank; None: no error."""

@@ -132,7 +132,7 @@ class GlobalNorm:
         if not self._by_norms:
             vector = vector.pow(1 / self.norm_type)
             total = vector[0] if self.plan.num_groups == 1 else total.pow(1 / self.norm_type)
-        groups, parameters, units, weight_norms = vector.split(self._sizes)
+        groups, parameters, units, weight_norms = torch.split_with_sizes(vector, self._sizes)
         return Norms(total, groups, parameters, extra, units, weight_norms, vector[:0], self.norm_type)
 
     def _unit_and_weight_powers(
@@ -157,7 +157,7 @@ class GlobalNorm:
 
     def _combine(self, values: Tensor) -> Tensor:
         """Return the sum of powers, 0-dim. For p >= `HIGH`, ``values`` are norms: return their p-norm."""
-        if len(values) == 1:
+        if values.numel() == 1:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 

@@ -27,7 +27,9 @@ class PackedSum:
     def of(cls, fields: Mapping[str, Tensor]) -> PackedSum:
         """Return a `PackedSum` of ``fields``: one or more 1-dim float64 tensors by name, all on one device."""
         values = [*fields.values()]
-        return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
+        return cls(
+            values[0] if len(values) == 1 else torch.cat(values), {name: of.numel() for name, of in fields.items()}
+        )
 
     def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
         if not fields:

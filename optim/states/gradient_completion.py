@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from weakref import WeakSet
 
 import torch
@@ -32,6 +33,7 @@ from ..step.window import Window
 from .chain import TransformChain
 
 _NO_FACTS = ParamFacts()
+_LAYOUT, _DTYPE, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("dtype"), attrgetter("requires_grad")
 
 _CHAINS: WeakSet[TransformChain] = WeakSet()
 """The transform chains of all optimizers. A parameter of a model may belong to any of several optimizers."""
@@ -74,7 +76,9 @@ class GradientCompletion:
         self.chain, self.table, self.early, self._model = chain, table, early, model
         _CHAINS.add(chain)
         self.params = table.grad_tensors
-        self.separate = SeparateGradients(chain.params)
+        self._model_params = chain.params
+        self._were_trained = [of.trained for of in chain.given]
+        self.separate = SeparateGradients(self._model_params)
         self._make_buckets, self._buckets = buckets, list(buckets(table.plan))
         self.grads_checked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
@@ -182,10 +186,10 @@ class GradientCompletion:
             self.grads_checked = window.grads_checked = True
             self.separate.end_first_window()
             window.forget_gradients()
-        for param in self.params:
-            gradient = param.grad
-            if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
-                problem = poison_bad_kinds(self.table) or problem
+        gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
+        are_strided = {*map(_LAYOUT, gradients)} <= {torch.strided}
+        if not are_strided or any(dtype.is_complex for dtype in {*map(_DTYPE, gradients)}):
+            problem = poison_bad_kinds(self.table) or problem
         return problem
 
     def _reduce_rest(self, averaged: bool) -> None:
@@ -321,7 +325,10 @@ class GradientCompletion:
         caller must raise the error only after the collectives that other ranks expect; with one rank it is raised here.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
-        found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
+        trained = list(map(_REQUIRES_GRAD, self._model_params))
+        found: list[int] = []
+        if trained != self._were_trained:
+            found = [at for at, was in enumerate(self._were_trained) if trained[at] != was]
         left_out: list[int] = []
         if self.chain.left_out:
             beyond = enumerate(self.chain.left_out, len(self.chain.given))

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,10 @@ def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
+DTYPE, LAYOUT = attrgetter("dtype"), attrgetter("layout")
+# Types of hyper-parameters. A set of types is compared without Python code per value.
+NUMBERS: frozenset[type] = frozenset({float, int, bool})
+NO_TENSORS = NUMBERS | {str, list, tuple, type(None)}
 State = Mapping[Tensor, dict[str, Any]]
 Group = Mapping[str, Any]
 Remainders = Mapping[Tensor, Tensor]
@@ -249,7 +253,7 @@ class ParamRows:
             return []
         if {*map(type, grads)} - PLAIN:
             return None
-        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
+        dtypes, layouts = {*map(DTYPE, grads)}, {*map(LAYOUT, grads)}
         if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:
             return None
         return [self.table.call(grads, copies)]
@@ -326,8 +330,11 @@ def number(value: float | Tensor) -> float:
 
 
 def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float]:
-    values = [group[key] if key == "betas" else (group[key],) for key in spec.hyper]
-    return [number(value) for pair in values for value in pair]
+    values = [group[key] for key in spec.hyper]
+    if "betas" in spec.hyper:
+        at = spec.hyper.index("betas")
+        values[at : at + 1] = values[at]
+    return values if NUMBERS.issuperset(map(type, values)) else list(map(number, values))
 
 
 def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
@@ -357,13 +364,15 @@ def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> boo
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer) or has_step_hooks(optimizer):
         return False
-    groups = optimizer.param_groups
-    numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
-    if not SUPPORTED_OPTIMIZERS[type(optimizer)].tensors and any(True for _ in numbers):
-        return False
-    return all(group.get("fused") and not group.get("differentiable") for group in groups) and all(
-        map(is_read, numbers)
-    )
+    may_have_tensors = SUPPORTED_OPTIMIZERS[type(optimizer)].tensors
+    for group in optimizer.param_groups:
+        if not group.get("fused") or group.get("differentiable"):
+            return False
+        if not NO_TENSORS.issuperset(map(type, group.values())):
+            tensors = [value for value in group.values() if isinstance(value, Tensor)]
+            if (tensors and not may_have_tensors) or not all(map(is_read, tensors)):
+                return False
+    return True
 
 
 def is_number(value: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Time the optimizer step of other libraries and of meshstep in one interleaved run, with equal shapes and gradients.
 
-    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train [--layers 9]] [--keep]
+    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train [--layers 9]] [--no-cpu-adam] [--keep]
 
 Needs the extra ``interop``, and megatron-core without its dependencies. The time begins after backward, with the gradients
 where each library expects them, and ends when the next forward may begin: norm, clip, update, masters, copies to the model.
@@ -109,7 +109,7 @@ class Run:
     """The configuration of a measurement.
 
     ``registry`` has the ranks over which every tensor is sharded. ``train``: time forward and backward too, of ``layers``
-    layers. ``deepspeed`` is the package.
+    layers. ``deepspeed`` is the package. ``cpu_adam``: time DeepSpeed's CPUAdam too.
     """
 
     registry: ProcessGroupRegistry
@@ -117,6 +117,7 @@ class Run:
     width: int
     layers: int
     deepspeed: Any
+    cpu_adam: bool
 
     def model(self, dtype: torch.dtype) -> Any:
         return Trained(dtype, self.width, self.layers) if self.train else Layer(dtype, self.width)
@@ -301,6 +302,8 @@ class Run:
                 "meshstep": partial(self.meshsteps, dtype, mode()),
                 "meshstep, main_grads=False": partial(self.meshsteps, dtype, mode(main_grads=False)),
             }
+        if not self.cpu_adam:
+            del found["fp32"]["DeepSpeed CPUAdam, alone"]
         if self.refuses_fp16:
             del found["fp16, float32 masters"]["DeepSpeed"]
         if self.registry.topology.world_size > 1:  # the norm of the plain chain covers one rank only
@@ -364,7 +367,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
         package.init_distributed("gloo")
         stack.enter_context(megatron(tensor_model_parallel_size=ranks))
         registry = stack.enter_context(ProcessGroupRegistry(Topology(tensor=ranks)))
-        run = Run(registry, arguments.train, arguments.width, arguments.layers, package)
+        run = Run(registry, arguments.train, arguments.width, arguments.layers, package, arguments.cpu_adam)
         for precision, makers in run.contenders().items():
             times = rounds(
                 {name: make() for name, make in makers.items()},
@@ -392,8 +395,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="of the transformer: 512 has 30M parameters")
     parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
     parser.add_argument("--layers", type=int, default=9, help="of the transformer, with --train")
+    parser.add_argument(
+        "--no-cpu-adam",
+        dest="cpu_adam",
+        action="store_false",
+        help="leave out DeepSpeed's CPUAdam, which compiles its kernel for 90 s when it is first used",
+    )
     parser.add_argument("--keep", action="store_true", help="store the ratios for docs/pictures/peers.py")
     arguments = parser.parse_args()
+    if arguments.keep and not arguments.cpu_adam:
+        parser.error("--keep stores the figures of all libraries: leave --no-cpu-adam out")
     if arguments.train and (arguments.ranks > 1 or arguments.keep):
         parser.error("--train runs on one rank, and its figures are not stored: use neither --ranks nor --keep")
     with TemporaryDirectory() as folder:

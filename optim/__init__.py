@@ -34,9 +34,10 @@ from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, align_replicas, broadcast_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
-from .states.chain import ParamTransform, PlacementContext, Position, StatePlacement, StepObserver
+from .states.chain import StepObserver
 from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
+from .states.param_transform import ParamTransform, PlacementContext, Position, StatePlacement
 from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.skips import Skip

@@ -15,7 +15,7 @@ from ..parallel.mesh.deprecation import warn_deprecated
 from .clip.rules import ClipSpec
 from .gradients.buckets import CommHook
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
-from .states.chain import StatePlacement
+from .states.param_transform import StatePlacement
 from .step.data_parallel import SumOrder
 from .step.first_window_checks import OnMissingParams
 from .step.skips import OnNonfinite

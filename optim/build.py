@@ -44,18 +44,13 @@ from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of, frozen_without_spec
 from .norm.plan_agreement import Summary, agree
 from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
-from .states.chain import (
-    GivenParam,
-    LocalTensors,
-    PlacementContext,
-    Position,
-    StatePlacement,
-    TransformChain,
-)
+from .states.chain import GivenParam, TransformChain
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
+from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, check_split, precision_transform
 from .states.offloaded import Offloaded
+from .states.param_transform import PlacementContext, Position, StatePlacement
 from .states.sharded import Sharded
 from .step.data_parallel import (
     FixedOrderSync,

@@ -38,17 +38,10 @@ from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
 from .norm.plan import ReductionPlan
-from .states.chain import (
-    StatePlacement,
-    StepObserver,
-    TransformChain,
-    checked_group,
-    leave_out,
-    match_names,
-    named_params_of,
-)
+from .states.chain import StepObserver, TransformChain
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
+from .states.param_transform import StatePlacement
 from .states.state_hash import hash_of_state
 from .step.data_parallel import GradSyncController, SumOrder, modules_in
 from .step.first_window_checks import ModelParams, OnMissingParams, check_window_is_used
@@ -62,7 +55,11 @@ from .step.window import Window
 from .step.wrapped_optimizer import (
     OPTIMIZER_INDEX,
     asks_other_ranks,
+    checked_group,
     guard_calls,
+    leave_out,
+    match_names,
+    named_params_of,
     own_calls,
     parts_of,
     record_remains,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...amp.master_weights import SCALAR_STATE
 from ...parallel.interop.local_parameters import discard_gathered, local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.shard import Box, Region, Shape
@@ -48,7 +49,6 @@ from ...parallel.mesh.value_checks import (
 from ..norm.plan import ReductionPlan, entries_of, logical_shape
 from ..norm.plan_agreement import Summary, agree
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import SCALAR_STATE
 from ..states.optimizer_state import check_state_value
 from ..step.c_engine import first_value
 from ..step.wrapped_optimizer import asks_other_ranks, params_of, parts_of

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...amp.master_weights import SCALAR_STATE
 from ...parallel.layout.shard import Region, Shape
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import track_call
@@ -30,7 +31,6 @@ from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import check_like
 from ..build import check_is_parallel
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import SCALAR_STATE
 from ..step.skips import SkipMonitor
 from ..step.wrapped_optimizer import kind_of
 from .contents import (

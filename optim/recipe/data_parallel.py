@@ -27,7 +27,8 @@ from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.param_table import SteppedTensor
 from ..norm.plan import NormBucket
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import StatePlacement, TransformChain
+from ..states.chain import TransformChain
+from ..states.param_transform import StatePlacement
 from ..states.sharded import Sharded
 from ..step.update import invalidate_before_updates
 

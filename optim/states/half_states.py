@@ -20,8 +20,8 @@ from ...parallel.mesh.value_checks import check_count, fields
 from ..kernels.rounding import round_by_kernels
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 from .elementwise import check_in_buckets
+from .param_transform import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 
 @dataclass(frozen=True)

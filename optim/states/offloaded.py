@@ -44,7 +44,7 @@ from ..norm.plan import ReductionPlan
 from ..step.update import may_step_in_several_calls
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
+from .param_transform import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ...amp.casting import copy_each_
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
 from ..step.wrapped_optimizer import params_of
-from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
+from .param_transform import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 if TYPE_CHECKING:
     from ..parallel_optimizer import ParallelOptimizer

@@ -60,8 +60,9 @@ from ..norm.param_table import ParamPosition
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement, other_layout
+from .chain import other_layout
 from .elementwise import check_elementwise
+from .param_transform import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Several torch optimizers combined into one, and a guard against direct calls of a wrapped optimizer's `step`.
+"""The torch optimizer that a `ParallelOptimizer` wraps: several combined into one, param groups, and a guard of calls.
+
+The guard (`CallGuard`) raises an error if other code calls the wrapped optimizer's `step`.
 
 An example of a combination is Muon for matrices and AdamW for the rest:
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import wraps
@@ -23,7 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.text import some
+from ..norm.plan import check_unused
 
 OPTIMIZER_INDEX = "optimizer"
 COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # torch's copies and pickles omit these attributes
@@ -205,8 +209,77 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
+def asks_other_ranks(optimizer: object) -> bool:
+    """Return True for the full-tensor optimizers of `meshstep.optim.whole`, whose steps issue collectives."""
+    return bool(getattr(optimizer, "asks_other_ranks", False))
+
+
+# Param groups, and the parameters in them -----------------------------------------------------------------------------
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
+    """Return a (name, parameter) pair per parameter of all param groups."""
+    named: list[tuple[str | None, Tensor]] = []
+    for group in param_groups:
+        given = group.get("param_names")
+        for position, item in enumerate(group["params"]):
+            name, param = item if isinstance(item, tuple) else (given[position] if given else None, item)
+            annotation = annotation_of(param)
+            named.append((name or (annotation.name if annotation else None), param))
+    return named
+
+
+def checked_group(param_group: object) -> dict[str, Any]:
+    """Return a copy of a param group whose ``"params"`` is a list; a single tensor becomes a list of one item."""
+    if not isinstance(param_group, dict):
+        raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict with the key 'params'")
+    if "params" not in param_group:
+        raise ValueError(f"the param group has only the keys {[*param_group]}; give a dict with the key 'params'")
+    given = param_group["params"]
+    check_unused(given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"'params' of the param group is {given!r}; give a list of parameters")
+    return {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+
+
+def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Make ``param_names`` consistent in all param groups, before ``new`` is added to the optimizer.
+
+    torch requires ``param_names`` in all groups or in none. This function adds or removes them in groups without
+    parameters, which may be ``new`` itself. Groups with parameters are unchanged.
+    """
+    if not new["params"]:
+        if any("param_names" in group for group in groups):
+            new["param_names"] = []
+        else:
+            new.pop("param_names", None)
+    elif not any(group["params"] for group in groups):
+        named = "param_names" in new or isinstance(new["params"][0], tuple)
+        for group in groups:
+            group.update({"param_names": []}) if named else group.pop("param_names", None)
+
+
+def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+    removed = {id(param): param for param in params}
+    for group in optimizer.param_groups if removed else ():
+        group.update(replace_params(group, lambda tensor: () if id(tensor) in removed else (tensor,)))
+    for param in removed.values():
+        optimizer.state.pop(param, None)
+
+
+def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
+    """Return a dict with the new ``params`` of a group, without changing the group."""
+    named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
+    result: dict[str, Any] = {"params": [param for _, param in named]}
+    return {**result, "param_names": [name for name, _ in named]} if "param_names" in param_group else result
 
 
 @contextmanager
@@ -244,15 +317,6 @@ def uncombined_on_error(optimizer: object) -> Iterator[None]:
         raise
     if isinstance(optimizer, CombinedOptimizer):
         optimizer.keep()
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
-
-
-def asks_other_ranks(optimizer: object) -> bool:
-    """Return True for the full-tensor optimizers of `meshstep.optim.whole`, whose steps issue collectives."""
-    return bool(getattr(optimizer, "asks_other_ranks", False))
 
 
 # The guard of a wrapped optimizer: `step` raises, and other methods call the `ParallelOptimizer` ----------------------

@@ -24,7 +24,7 @@ from ...parallel.layout.shard import Box, Shape, narrowed
 from ...parallel.layout.spec import P
 from ...parallel.mesh.deprecation import renamed_arguments, renamed_fields
 from ...parallel.mesh.text import some, without_wrappers
-from ..states.chain import named_params_of
+from ..step.wrapped_optimizer import named_params_of
 from . import batching
 from .batching import LazyTensors, by_position, grouped
 from .exchange import Homes, Matrix, each

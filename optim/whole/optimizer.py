@@ -34,8 +34,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
-from ..states.chain import named_params_of
-from ..step.wrapped_optimizer import params_of
+from ..step.wrapped_optimizer import named_params_of, params_of
 from . import batching
 from .exchange import Homes, Matrix
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from meshstep.amp import Bf16, MasterWeights, StochasticRounding, stochastic_round_
 from meshstep.optim import ParallelOptimizer, Sharded
-from meshstep.optim.states.chain import StatePlacement
+from meshstep.optim.states.param_transform import StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from optimizers import Counting
 from small_models import Mlp, mlp

@@ -84,7 +84,8 @@ NEAREST: dict[str, str] = {
     "optim/step/update.py": "optim/step/test_step_behaviour.py optim/step/test_precision_steps.py",
     "optim/step/window.py": "optim/gradients/test_accumulation.py "
     "optim/step/test_clip_and_group_call_orders.py optim/step/test_rare_call_orders.py",
-    "optim/step/wrapped_optimizer.py": "optim/step/test_wrapped_optimizer_calls.py optim/test_combined_optimizer.py",
+    "optim/step/wrapped_optimizer.py": "optim/step/test_wrapped_optimizer_calls.py optim/test_combined_optimizer.py "
+    "optim/states/test_added_groups.py optim/states/test_frozen.py",
     "parallel/layout": "parallel/test_layout.py parallel/test_spec.py",
     "parallel/mesh/collectives.py": "parallel/test_collectives.py",
     "parallel/mesh/registry.py": "parallel/test_registry.py",
@@ -316,12 +317,12 @@ LISTED: list[Fault] = [
         'a wait for the last bucket per device."""\n        with self._opened():\n            self._send(self.buckets)',
     ),
     Fault(
-        "optim/states/chain.py",
+        "optim/states/param_transform.py",
         "if not isinstance(value, Tensor):\n        return value",
         "if not isinstance(value, Tensor):\n        pass",
     ),
     Fault(
-        "optim/states/chain.py",
+        "optim/states/local_tensors.py",
         "if param.grad is None and piece.grad is not None and not hasattr(piece.grad, _SHARED):",
         "if False:",
     ),
@@ -451,7 +452,7 @@ LISTED: list[Fault] = [
         "existing.full_shape if False else None",
     ),
     Fault(
-        "optim/states/chain.py",
+        "optim/step/wrapped_optimizer.py",
         '"params": [given] if isinstance(given, Tensor) else list(given)}',
         '"params": [given] if False else list(given)}',
     ),
@@ -467,7 +468,7 @@ LISTED: list[Fault] = [
         "row.region.start == 0 and any(row.region.offsets)",
     ),
     Fault(
-        "optim/states/chain.py",
+        "optim/states/local_tensors.py",
         "if not has_dtensors(tensors):\n            return {}\n        from",
         "if not has_dtensors(tensors):\n            pass\n        from",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 import sys
 import warnings
@@ -29,6 +30,7 @@ from meshstep.optim import (
     NoCompression,
     ParallelOptimizer,
     ParamTransform,
+    PlacementContext,
     Position,
     ReductionPlan,
     Sharded,
@@ -315,6 +317,11 @@ def test_transform_with_former_tensor_list_signature_receives_tensors_and_warns(
             ParallelOptimizer(inner, registry, states=placement)
         assert placement.made.seen[0] == ["weight", "bias"]
         assert all(map(lambda one, other: one is other, placement.made.seen[1], model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [ParamTransform, PlacementContext, Position, StatePlacement])
+def test_pickle_that_names_the_former_module_of_a_class_loads(kind: type) -> None:
+    assert pickle.loads(f"cmeshstep.optim.states.chain\n{kind.__name__}\n.".encode()) is kind
 
 
 def test_documentation_uses_no_former_name() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
+from meshstep.amp.master_weights import SCALAR_STATE
 from meshstep.amp.stochastic_rounding import Drawn
 from meshstep.optim import (
     HalfStates,
@@ -23,7 +24,6 @@ from meshstep.optim import (
     save_checkpoint,
 )
 from meshstep.optim.states import half_states
-from meshstep.optim.states.chain import SCALAR_STATE
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from optimizers import Counting
 from planted import LAYOUTS, Part, Planted, parts, run_skipped_step, run_step

@@ -21,8 +21,8 @@ from meshstep.amp import Bf16, Precision, precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, StatePlacement
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
-from meshstep.optim.states.chain import PlacementContext
 from meshstep.optim.states.offloaded import HostBucket, OffloadTransform, offloaded
+from meshstep.optim.states.param_transform import PlacementContext
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import MODES
 from torch import Tensor, nn

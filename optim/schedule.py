@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from ..parallel.mesh.call_tracker import receiver_of_caller
 from .parallel_optimizer import ParallelOptimizer
+from .step.host_copy import HostCopy
 
 # Detection of taken steps without host synchronization ----------------------------------------------------------------
 
@@ -102,35 +103,27 @@ class TakenSteps:
         self._ended = True
 
 
-class FlagCopy:
+class FlagCopy(HostCopy):
     """Copy of a 0-dim flag on the host. The copy from a CUDA device is asynchronous.
 
     `is_here` is True if the flag was not on a CUDA device. Then `read` does not wait.
     """
 
     def __init__(self, flag: Tensor) -> None:
-        self.is_here = not flag.is_cuda
-        # for an asynchronous copy to the CPU, torch allocates pinned memory
-        self._flag = flag.to("cpu", non_blocking=flag.is_cuda)
-        self._arrived: torch.cuda.Event | None = None
-        if flag.is_cuda:
-            self._arrived = torch.cuda.Event()
-            # The flag's device may not be the current device.
-            self._arrived.record(torch.cuda.current_stream(flag.device))
+        super().__init__(flag)
+        self.is_here = self.arrived is None
 
     @property
     def may_wait(self) -> bool:
         """Return True if `read` is allowed: during a CUDA graph capture, only if it need not wait for a CUDA event."""
-        return self._arrived is None or not torch.cuda.is_current_stream_capturing()
+        return self.arrived is None or not torch.cuda.is_current_stream_capturing()
 
     def read(self) -> bool:
         """Return the flag as a bool.
 
         Host synchronization: waits until the copy has arrived; none if `is_here`.
         """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._flag)
+        return bool(self.wait())
 
 
 # Advance of a schedule, unless the optimizer's step was skipped ---------------------------------------------------------

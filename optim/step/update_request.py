@@ -18,6 +18,7 @@ from ...amp.master_weights import is_half_kept, join_master, split_master
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
 from ..kernels.memory import is_non_overlapping_and_dense
+from .host_copy import HostCopy
 from .wrapped_optimizer import params_of
 
 
@@ -74,18 +75,15 @@ class HostDecision:
     def __init__(self, skip: Tensor, factor: Tensor | None) -> None:
         self._dtypes = skip.dtype, None if factor is None else factor.dtype
         both = torch.stack([skip.double(), skip.double() if factor is None else factor.double()])
-        self._host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        self._host.copy_(both, non_blocking=True)
-        self._event: torch.cuda.Event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(skip.device))
+        self._copy = HostCopy(both)
         self._here: tuple[Tensor, Tensor | None] | None = None
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
         """Return ``skip`` and ``factor`` on the CPU. Host synchronization: the first call waits for the copy."""
         if self._here is None:
-            self._event.synchronize()
+            both = self._copy.wait()
             of_skip, of_factor = self._dtypes
-            self._here = self._host[0].to(of_skip), None if of_factor is None else self._host[1].to(of_factor)
+            self._here = both[0].to(of_skip), None if of_factor is None else both[1].to(of_factor)
         return self._here
 
 

@@ -34,6 +34,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
+from ..step.host_copy import HostCopy
 from ..step.wrapped_optimizer import named_params_of, params_of
 from . import batching
 from .exchange import Homes, Matrix
@@ -702,32 +703,19 @@ def _number(key: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class CountsOnHost:
-    """The step counts of several tensors of one GPU, which are being copied to the host.
-
-    Args:
-        counts: Pinned memory, [number of tensors] float64.
-        arrived: The event that is recorded after the copy.
-    """
-
-    counts: Tensor
-    arrived: torch.cuda.Event
-
-
-@dataclass(frozen=True)
 class SeenCount:
     """The step count of a tensor at the end of a step.
 
     Args:
         count: The step count on the GPU.
         version: Its version counter.
-        copies: The copies that contain the count.
+        copies: The copies on the host of the counts of several tensors of the GPU, [number of tensors] float64.
         index: The index of the count in the copies.
     """
 
     count: Tensor
     version: int
-    copies: CountsOnHost
+    copies: HostCopy
     index: int
 
 
@@ -759,8 +747,7 @@ class StepsTaken:
                 on_device.append(slot)
                 continue
             if id(seen.copies) not in copied:
-                seen.copies.arrived.synchronize()
-                copied[id(seen.copies)] = seen.copies.counts.tolist()
+                copied[id(seen.copies)] = seen.copies.wait().tolist()
             found[slot.position] = int(copied[id(seen.copies)][seen.index])
         for of_device in batching.grouped(on_device, lambda slot: slot.state["step"].device).values():
             numbers = zip(of_device, _stacked_counts(of_device).tolist(), strict=True)
@@ -776,9 +763,7 @@ class StepsTaken:
             if buffer is None or before != positions:
                 buffer = torch.empty(len(positions), dtype=torch.float64, pin_memory=True)
                 self._last[device] = positions, buffer
-            copies = CountsOnHost(buffer, torch.cuda.Event())
-            copies.counts.copy_(_stacked_counts(of_device), non_blocking=True)
-            copies.arrived.record(torch.cuda.current_stream(device))
+            copies = HostCopy(_stacked_counts(of_device), buffer)
             for index, slot in enumerate(of_device):
                 count = slot.state["step"]
                 self._seen[slot.position] = SeenCount(count, count._version, copies, index)

@@ -77,6 +77,7 @@ NEAREST: dict[str, str] = {
     "optim/step/data_parallel.py": "optim/step/test_wrappers.py optim/step/test_ddp_groups.py optim/states/test_fsdp2.py",
     "optim/step/first_window_checks.py": "optim/step/test_first_step.py optim/states/test_unused_parameters.py "
     "optim/step/test_missing_params.py",
+    "optim/step/host_copy.py": "optim/test_stream_order.py optim/schedule",
     "optim/step/missing_shards.py": "optim/step/test_missing_shards.py",
     "optim/step/skips.py": "optim/step/test_nonfinite.py optim/step/test_commit.py",
     "optim/step/step_agreement.py": "optim/step/test_step_agreement.py",

@@ -47,6 +47,7 @@ from meshstep.optim.states import offloaded, sharded
 from meshstep.optim.states.offloaded import HostBucket, TransferStreams
 from meshstep.optim.states.sharded import ZeroBucket
 from meshstep.optim.step import skips
+from meshstep.optim.step.host_copy import HostCopy
 from meshstep.optim.step.skips import SkipMonitor
 from meshstep.optim.step.update_request import HostDecision
 from meshstep.optim.whole.optimizer import StepsTaken
@@ -459,19 +460,11 @@ ON_DEVICE = r"stream \d+ of cuda:1 (reads|writes) device memory"
 FREED = r"memory of stream \d+ of cuda:1 was freed before stream \d+ of cuda:1 has finished"
 WAIT, NO_WAIT = "synchronize()", "query()"
 DEFECTS: dict[str, Defect] = {
-    **{
-        f"event of {owner.__name__} on the current device": Defect(
-            owner, method, f"current_stream({device})", "current_stream()", run
-        )
-        for owner, method, device, run in ((FlagCopy, "__init__", "flag.device", "schedule"),)
-    },
-    **{
-        f"wait of {owner.__name__} removed": Defect(owner, method, WAIT, NO_WAIT, run)
-        for owner, method, run in (
-            (FlagCopy, "read", "schedule"),
-            (HostBucket, "wait", "offloaded"),
-        )
-    },
+    "event of FlagCopy on the current device": Defect(
+        HostCopy, "__init__", "current_stream(source.device)", "current_stream()", "schedule"
+    ),
+    "wait of FlagCopy removed": Defect(FlagCopy, "read", "self.wait()", "self.buffer", "schedule"),
+    "wait of HostBucket removed": Defect(HostBucket, "wait", WAIT, NO_WAIT, "offloaded"),
     "transfers wait for the current device": Defect(
         TransferStreams,
         "opened",
@@ -744,13 +737,13 @@ def test_planted_synchronization_defect_of_skip_counts_reads_unwritten_memory(
 
 @pytest.mark.parametrize(
     ("method", "old", "new"),
-    [("note", "current_stream(device)", "current_stream()"), ("of", WAIT, NO_WAIT)],
+    [("__init__", "current_stream(source.device)", "current_stream()"), ("wait", WAIT, NO_WAIT)],
     ids=["event on the current device", "wait removed"],
 )
 def test_simulation_finds_planted_synchronization_defect_of_step_counts(
     method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defect = Defect(StepsTaken, method, old, new, "SOAP")
+    defect = Defect(HostCopy, method, old, new, "SOAP")
     defect.plant(monkeypatch)
     with simulated_cuda(collectives_on=SECOND) as simulation, NAN_READ:
         RUNS["SOAP"].run(SECOND)
@@ -760,7 +753,7 @@ def test_simulation_finds_planted_synchronization_defect_of_step_counts(
 
 @pytest.mark.parametrize(
     ("method", "old", "new"),
-    [("__init__", "current_stream(skip.device)", "current_stream()"), ("wait", WAIT, NO_WAIT)],
+    [("__init__", "current_stream(source.device)", "current_stream()"), ("wait", WAIT, NO_WAIT)],
     ids=["event on the current device", "wait removed"],
 )
 def test_simulation_finds_planted_synchronization_defect_of_host_decision(
@@ -776,7 +769,7 @@ def test_simulation_finds_planted_synchronization_defect_of_host_decision(
         return simulation.findings
 
     assert findings() == []
-    Defect(HostDecision, method, old, new, "").plant(monkeypatch)
+    Defect(HostCopy, method, old, new, "").plant(monkeypatch)
     assert len(findings()) == 2
 
 

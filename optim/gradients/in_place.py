@@ -78,7 +78,8 @@ class SeparateGradients:
         self._params, self._found = list(params), dict[int, Tensor]()
 
     def __call__(self) -> None:
-        self._found |= {id(param): param for param in separate_gradients(self._params)}
+        if self._params:
+            self._found |= {id(param): param for param in separate_gradients(self._params)}
 
     def end_first_window(self) -> None:
         self._params = list(self._found.values())

@@ -97,9 +97,8 @@ class GradientCompletion:
             "gradients on the host: make some steps without a graph"
         )
 
-    @torch.no_grad()
     def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:
-        """Reduce the gradients, once per window. Later calls in the same window do nothing.
+        """Reduce the gradients, once per window. Later calls in the same window do nothing. Call it under ``no_grad``.
 
         ``switch`` is the controller of gradient reduction with ``data_parallel``, ``overlap=True`` or
         ``sum_order="fixed"``. The result is an error that concerns this rank only; raise it after the step's remaining

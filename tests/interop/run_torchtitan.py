@@ -150,6 +150,7 @@ def config_of(folder: Path, layout: str) -> Any:
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
     for name, degree in LAYOUTS[layout].items():
         setattr(config.parallelism, name, degree)
+    config.loss.num_chunks = 2
     config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
     if config.parallelism.pipeline_parallel_degree > 1:
         config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = BATCH, 2 * BATCH

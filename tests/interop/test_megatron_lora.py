@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
+if find_spec("megatron") is None:  # an import would take two seconds in each process of pytest
+    pytest.skip(reason="needs megatron-core, of the extra `interop`", allow_module_level=True)
 
 from megatron_on_cpu import gpt, megatron, tokens_of
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint

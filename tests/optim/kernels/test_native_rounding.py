@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreted import interpreted_pool, why_no_triton
+from interpreted import Interpreted, why_no_triton
 from kernel_formulas import noise_of, round_plainly
 from loops import using, variants_here, with_threads, with_variant
 from meshstep.amp.stochastic_rounding import Drawn, Noise, round_all_, stochastic_round_
@@ -113,10 +113,8 @@ def test_native_loop_rounding_draws_noise_in_row_major_order_for_strided_tensors
 
 
 @pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
-def test_native_loop_rounding_is_bitwise_equal_to_interpreted_triton_kernel() -> None:
-    with interpreted_pool() as pool:
-        by_triton = pool(rounded_here)
-    by_loop = rounded_here()
+def test_native_loop_rounding_is_bitwise_equal_to_interpreted_triton_kernel(interpreted: Interpreted) -> None:
+    by_triton, by_loop = interpreted(rounded_here), rounded_here()
     assert by_loop == by_triton
     with using("torch"):  # negative control
         assert rounded_here() != by_triton

@@ -313,17 +313,23 @@ def test_report_command_writes_non_ascii_title_in_ascii_locale(tmp_path: Path) -
     with JsonLines(path) as lines:
         lines(report(10))
     ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for title, shown in (
-        ("Lauf für Änne".encode(), "<h1>Lauf für Änne</h1>"),
-        (b"\xff\x1b[31m", "<h1>\ufffd\\x1b[31m</h1>"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "meshstep.optim", "report", str(path), "--title", title],
-            capture_output=True,
-            env={**os.environ, **ascii_locale},
-        )
-        assert done.returncode == 0, done.stderr
-        assert shown in (tmp_path / "run.html").read_text(encoding="utf-8")
+    titles = {
+        "Lauf für Änne".encode(): "<h1>Lauf für Änne</h1>",
+        b"\xff\x1b[31m": "<h1>\ufffd\\x1b[31m</h1>",
+    }
+    program = """
+import sys
+from meshstep.optim.__main__ import main
+_, run, *titles = sys.argv
+for title in titles:
+    assert main(["report", run, "--title", title, "-o", f"{run}.{titles.index(title)}"]) == 0
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), *titles], capture_output=True, env={**os.environ, **ascii_locale}
+    )
+    assert done.returncode == 0, done.stderr
+    for index, shown in enumerate(titles.values()):
+        assert shown in (tmp_path / f"run.jsonl.{index}").read_text(encoding="utf-8")
 
 
 @pytest.mark.default_cases(99)  # all cases: unlike other tests of this file, these start no process

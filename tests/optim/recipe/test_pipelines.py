@@ -51,8 +51,8 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of steps: three that are applied, and in fp16 one that is skipped."""
-        return 4 if self.precision == "fp16" else 3
+        """Return the number of steps: two or three that are applied, and in fp16 one that is skipped."""
+        return {"fp32": 2, "bf16": 3, "fp16": 4}[self.precision]
 
 
 class Result(NamedTuple):

@@ -81,7 +81,7 @@ def test_constructor_and_first_clip_need_at_most_two_object_gathers(world: World
 
 @pytest.mark.long
 def test_constructing_optimizer_of_many_parameters_needs_one_additional_message(world: World) -> None:
-    found = world.run(4, set_up, 300)[0]
+    found = world.run(4, set_up, 150)[0]
     assert {name: found[name]["gathers"] for name in ("plain", "clip_grad_norm_")} == {"plain": 1, "clip_grad_norm_": 1}
     assert {name: found[name]["rounds"] for name in ("plain", "clip_grad_norm_")} == {
         "plain": 2,

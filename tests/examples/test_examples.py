@@ -17,7 +17,7 @@ from world import World
 
 STEPS = 12
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
-FLAGS = ["--verify", "--steps", str(STEPS), "--max-norm", "0.95"]
+FLAGS = ["--verify", "--steps", str(STEPS), "--depth", "1", "--max-norm", "0.95"]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from world import World
 
-STEPS, ROWS, WIDTH = 5, 3, 6
+STEPS, ROWS, WIDTH = 3, 3, 6
 MAX_NORM = 0.4
 
 

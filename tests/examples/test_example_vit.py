@@ -15,7 +15,7 @@ from world import World
 pytest.importorskip("torchvision", reason="the example and its sample data are read by torchvision's dataset classes")
 
 # Reading images takes most of the time, so batches are small. The last 7 steps are in the second epoch.
-FLAGS = ["--sample", "--batch-size", "16", "--steps", "70", "--image-size", "16", "--seed", "3"]
+FLAGS = ["--sample", "--batch-size", "16", "--steps", "70", "--image-size", "16", "--width", "32", "--depth", "1", "--seed", "3"]
 STEPS = 70
 
 

@@ -1,4 +1,4 @@
-"""A training run of 50 steps in separate processes that pauses at a given place, is killed there, and resumes.
+"""A training run of 24 steps in separate processes that pauses at a given place, is killed there, and resumes.
 
 RANK=0 WORLD_SIZE=2 python tests/harness/killable.py '{"directory": "/tmp/run", "attempt": 0, "axes": {"data": 2}, ...}'
 """
@@ -45,7 +45,7 @@ from meshstep.parallel import (
 )
 from torch import Tensor, nn
 
-STEPS, SAVE_AT, SAVE_AGAIN_AT = 50, 25, 35
+STEPS, SAVE_AT, STOP_AT, SAVE_AGAIN_AT = 24, 12, 15, 17
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SOAP": lambda params: SOAP(params, lr=1e-2, precondition_frequency=4),
@@ -62,9 +62,9 @@ class Plan:
     Args:
         directory: The run's directory: checkpoints, marker files and results.
         attempt: The number of the attempt, used in file names.
-        stop: Where to pause until the kill: ``"training"`` (after step 30), or during the second save while
+        stop: Where to pause until the kill: ``"training"`` (after step `STOP_AT`), or during the second save while
             ``"writing"`` a file, ``"renaming"`` the new checkpoint or ``"removing"`` the previous one. ``"dying"``:
-            after step 30 the last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
+            after step `STOP_AT` the last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
         second_save: Whether the run saves a second checkpoint.
     """
 
@@ -139,9 +139,9 @@ def train(plan: Plan) -> None:
             arm(plan, rank)
         if step + 1 == SAVE_AT or (step + 1 == SAVE_AGAIN_AT and plan.second_save):
             save_checkpoint(plan.checkpoints, model, optimizer, lr_scheduler=schedule, extra={"steps": step + 1})
-        if step + 1 == 30 and plan.stop == "training":
+        if step + 1 == STOP_AT and plan.stop == "training":
             stop(plan)
-        if step + 1 == 30 and plan.stop == "dying" and rank == size - 1 and dist.is_torchelastic_launched():
+        if step + 1 == STOP_AT and plan.stop == "dying" and rank == size - 1 and dist.is_torchelastic_launched():
             die_unless_restarted_often_enough(plan)
     torch.save({"start": start, "losses": losses, "model": model.state_dict()}, plan.result(rank))
     registry.close()

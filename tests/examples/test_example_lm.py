@@ -19,8 +19,8 @@ from world import World
 
 # The 104 training paragraphs make 7 steps per epoch: 6 of 16 paragraphs, and one of 8. With `--accumulate 2`, the last step
 # of an epoch has only one micro-batch.
-FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--depth", "1", "--seed", "3"]
-STEPS = 21
+FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "2", "--width", "32", "--depth", "1", "--seed", "3"]
+STEPS = 14
 
 
 @pytest.fixture(scope="module")

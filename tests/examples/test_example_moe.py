@@ -12,7 +12,7 @@ from meshstep.parallel import ProcessGroupRegistry, Topology, spec_of, unshard
 from run_example import example, printed_by_example, read_curve, run_example
 from world import World
 
-STEPS = 10
+STEPS = 8
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
 FLAGS = ["--verify", "--steps", str(STEPS), "--depth", "1", "--batch-size", "32", "--lr", "1e-2", "--max-norm", "1.05"]
 
@@ -56,8 +56,8 @@ def test_moe_example_on_several_topologies_and_expert_axes_matches_single_proces
 
 def test_moe_run_resumes_with_experts_on_other_axes(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
-    flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "4", *FLAGS]
-    # The first run saves after steps 4 and 8; its later steps are discarded.
+    flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "3", *FLAGS]
+    # The first run saves after steps 3 and 6; its later steps are discarded.
     world.run(4, printed_by_example, "train_moe", [*flags, "--experts", "data,tensor"], "data=2,tensor=2")
     flags += ["--experts", "mid", "--zero", "2", "--curve", str(path)]
     printed, *_ = world.run(4, printed_by_example, "train_moe", flags, "edp=2,mid=2,data=edp+mid")

@@ -9,7 +9,7 @@ import torch
 from run_example import printed_by_example, read_curve, train_example
 from world import World
 
-STEPS = 8
+STEPS = 5
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
 DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 

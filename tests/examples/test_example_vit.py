@@ -15,7 +15,8 @@ from world import World
 pytest.importorskip("torchvision", reason="the example and its sample data are read by torchvision's dataset classes")
 
 # Reading images takes most of the time, so batches are small. The last 7 steps are in the second epoch.
-FLAGS = ["--sample", "--batch-size", "16", "--steps", "70", "--image-size", "16", "--width", "32", "--depth", "1", "--seed", "3"]
+SMALL = ["--image-size", "16", "--width", "32", "--depth", "1"]
+FLAGS = ["--sample", "--batch-size", "16", "--steps", "70", "--seed", "3", *SMALL]
 STEPS = 70
 
 

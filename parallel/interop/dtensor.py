@@ -675,27 +675,22 @@ LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], t
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool) -> LocalLists:
     """Return the fields of `local_parameters.local_gradients` for lists with DTensors, and cache them on the DTensors."""
     params = list(params)
-    members = [*map(_MEMBERS, params)]
-    seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
-    grads = [param.grad for param in params]
-    if all(seen) and (valid := _valid_columns(params, members, grads, seen, topology)) is not None:
+    if (valid := _valid_columns(params, topology)) is not None:
         return valid
-    found = [
-        (one[0][0], one[1][0], one[2][0])
-        if cached is not None and (one := _valid_columns([param], [own], [grad], [cached], topology)) is not None
-        else _look_up(param, topology, sum_partial)
-        for param, own, grad, cached in zip(params, members, grads, seen, strict=True)
-    ]
+    found = [_look_up(param, topology, sum_partial) for param in params]
     return [piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found], None
 
 
-def _valid_columns(
-    params: list[Any], members: list[Any], grads: list[Any], seen: list[Any], topology: Topology
-) -> LocalLists | None:
+def _valid_columns(params: list[Any], topology: Topology) -> LocalLists | None:
     """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
     The checks are passes over lists in C, because Python code per parameter would be slow.
     """
+    members = [*map(_MEMBERS, params)]
+    seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
+    if not all(seen):
+        return None
+    grads = [param.grad for param in params]
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
     except AttributeError:
@@ -713,12 +708,15 @@ def _valid_columns(
 
 
 def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:
-    """Return the local parameter, local gradient and annotation of one parameter, without using the cache.
+    """Return the local parameter, local gradient and annotation of one parameter.
 
     The result is cached on a DTensor whose gradient is dense, real and in the placements of the parameter.
     """
     if not isinstance(param, DTensor):
         return param, param.grad, annotation_of(param)
+    if (valid := _valid_columns([param], topology)) is not None:
+        (piece,), (local_grad,), (annotation,), _ = valid
+        return piece, local_grad, annotation
     if sum_partial:
         sum_partial_gradient(param)
     piece, grad = local_parameter(param, topology), param.grad

@@ -58,13 +58,12 @@ class SkipVote:
         """Call ``commit``, and return this rank's votes as fields of a `PackedSum`.
 
         With ``commit``, the field ``"veto"`` is 1 to skip the step, else 0. If a periodic comparison of replicas is due,
-        each `ReplicaCheck` of ``watch`` has a field: ``"fingerprints 0"``, ``"fingerprints 1"``.
+        each `ReplicaCheck` of ``watch`` has a field (`FingerprintMonitor.fields`).
 
         Host synchronization: by ``commit``; otherwise none if all tensors are on one device.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
-        fingerprints = [] if self.watch is None else self.watch.slots(gradients)
-        return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
+        return votes if self.watch is None else votes | self.watch.fields(gradients)
 
     def _vote(self, commit: Commit) -> Tensor:
         self.problem = None
@@ -91,7 +90,7 @@ class SkipVote:
             rejected = (sums["veto"][0] > 0).float()
         if self.watch is None:
             return rejected, None
-        self.watch.record([values for name, values in sums.items() if name.startswith("fingerprints")], finite)
+        self.watch.record(sums, finite)
         return rejected, self.watch.replicas_diverged
 
 
@@ -591,11 +590,11 @@ class GradientClipper:
         If the total norm is non-finite, nothing is compared, unless ``check_replicas`` is True. ``sums`` has the fields
         of `_measure`, summed over all ranks.
         """
-        total, *parts = torch.cat([total.view(1), *sums.values()]).cpu().split([1, *map(len, sums.values())])
-        totals = dict(zip(sums, parts, strict=True))
+        packed = PackedSum.of({"total": total.view(1), **sums})
+        totals = packed.split(packed.values.cpu())
         # After an overflow, gradients of replicas may differ, so the next step is compared instead.
         always = self._check_replicas is True
-        if always or bool(total.isfinite()):
+        if always or bool(totals["total"].isfinite()):
             found = (check.mismatches(totals[f"replicas {index}"]) for index, check in enumerate(self.checks))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)

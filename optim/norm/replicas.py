@@ -269,39 +269,45 @@ class FingerprintMonitor:
         device = self.checks[0].device
         self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
-        self._hashed: list[tuple[ReplicaCheck, Tensor]] = []  # this rank's hashes in the present comparison
-        self._detected: list[_Comparison] = []
+        # By the name of the field: this rank's hashes in the present comparison (empty if none is due), and all
+        # recorded comparisons.
+        self._hashed: dict[str, tuple[ReplicaCheck, Tensor]] = {}
+        self._detected: dict[str, _Comparison] = {}
 
-    def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list."""
+    def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Count a measurement. If a comparison is due, return a field of summands per check, else an empty dict.
+
+        The names are ``"fingerprints 0"``, ``"fingerprints 1"``. Sum the fields over all ranks, and give the sums to
+        `record`.
+        """
         is_due = self._steps % self.every == 0
         self._steps += 1
-        if not is_due:
-            return []
-        self._hashed = [(check, check.numbers(None if index else gradients)) for index, check in enumerate(self.checks)]
-        return [check.weighted(numbers) for check, numbers in self._hashed]
+        self._hashed = {
+            f"fingerprints {index}": (check, check.numbers(None if index else gradients))
+            for index, check in enumerate(self.checks if is_due else ())
+        }
+        return {field: check.weighted(numbers) for field, (check, numbers) in self._hashed.items()}
 
-    def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
+    def record(self, sums: Mapping[str, Tensor], finite: Tensor) -> None:
         """Set `replicas_diverged` to 1 if replicas differ, and store the sums and hashes for `error`.
 
         If ``finite``, a 0-dim bool, is False, gradients are not compared, because their replicas may differ after an
-        overflow, and the step is skipped anyway.
+        overflow, and the step is skipped anyway. ``sums`` may also have other fields than those of `fields`.
         """
-        if not totals:
+        if not self._hashed:
             return
-        found = [
-            _Comparison(check, self._mask_nonfinite(check, sums, finite), numbers)
-            for (check, numbers), sums in zip(self._hashed, totals, strict=True)
-        ]
+        found = {
+            field: _Comparison(check, self._mask_nonfinite(check, sums[field], finite), numbers)
+            for field, (check, numbers) in self._hashed.items()
+        }
         earlier = self.replicas_diverged > 0
         # After replicas have differed, later comparisons do not replace the recorded sums and hashes.
-        self._detected = [
-            _Comparison(
+        for field, new in found.items():
+            old = self._detected.get(field, new)
+            self._detected[field] = _Comparison(
                 new.check, torch.where(earlier, old.sums, new.sums), torch.where(earlier, old.numbers, new.numbers)
             )
-            for old, new in zip(self._detected or found, found, strict=True)
-        ]
-        some = torch.stack([comparison.sums.ne(0).any() for comparison in found]).any()
+        some = torch.stack([comparison.sums.ne(0).any() for comparison in found.values()]).any()
         self.replicas_diverged = torch.maximum(self.replicas_diverged, some.to(self.replicas_diverged))
 
     def _mask_nonfinite(self, check: ReplicaCheck, sums: Tensor, finite: Tensor) -> Tensor:
@@ -318,7 +324,7 @@ class FingerprintMonitor:
         """
         found: list[tuple[str, str, str]] = []
         mine: ReplicaHashes = {}
-        for check, sums, numbers in self._detected:
+        for check, sums, numbers in self._detected.values():
             differing = check.differing(sums.cpu())
             found += [(check.plan.parameter_names[slot], axis, kind) for slot, axis, kind in differing]
             mine |= _hash_replicas(check, {(slot, kind) for slot, _, kind in differing}, numbers)

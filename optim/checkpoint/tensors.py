@@ -100,7 +100,7 @@ def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
     for offsets, sizes, file, start in places:
         box = Box(_integers(offsets, "offsets"), _integers(sizes, "sizes"))
         inside = len(box.offsets) == len(box.sizes) == len(stored.shape) and all(
-            offset + size <= length for offset, size, length in zip(box.offsets, box.sizes, stored.shape, strict=True)
+            offset + size <= length for (offset, size), length in zip(box.spans(), stored.shape, strict=True)
         )
         if not inside:
             raise ValueError(f"offsets {offsets} with sizes {sizes} are not a part of a tensor of shape {shape}")

@@ -92,15 +92,13 @@ def _minus(box: Box, other: Box) -> Iterator[Box]:
         if prod(box.sizes):
             yield box
         return
-    common, offsets, sizes = box.common(other), list(box.offsets), list(box.sizes)
-    for dim, (begin, length) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        before, after = begin - offsets[dim], offsets[dim] + sizes[dim] - begin - length
-        if before:
-            yield Box(tuple(offsets), (*sizes[:dim], before, *sizes[dim + 1 :]))
-        if after:
-            at = (*offsets[:dim], begin + length, *offsets[dim + 1 :])
-            yield Box(at, (*sizes[:dim], after, *sizes[dim + 1 :]))
-        offsets[dim], sizes[dim] = begin, length
+    spans = list(box.spans())
+    for dim, common in enumerate(box.common(other).spans()):
+        (start, size), (begin, length) = spans[dim], common
+        for part in ((start, begin - start), (begin + length, start + size - begin - length)):
+            if part[1]:
+                yield Box.of_spans([*spans[:dim], part, *spans[dim + 1 :]])
+        spans[dim] = common
 
 
 def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> dict[str, LogicalTensor]:
@@ -162,13 +160,13 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
     dim, sizes = _blocks(name, shape, blocks, spec)
-    stack = [(index,) for index in range(shape[0])] if len(shape) == 3 else [()]
+    stack = [[(index, 1)] for index in range(shape[0])] if len(shape) == 3 else [[]]
     found = []
     for which in stack:
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            offsets, lengths = [*which, 0, 0], [*(1 for _ in which), *shape[-2:]]
-            offsets[dim], lengths[dim] = start, size
-            found.append(Box(tuple(offsets), tuple(lengths)))
+            spans = [*which, *((0, length) for length in shape[-2:])]
+            spans[dim] = start, size
+            found.append(Box.of_spans(spans))
     return found
 
 
@@ -670,5 +668,4 @@ def _power(tensor: Tensor) -> Tensor:
 
 def _collapse(box: Box, dims: Sequence[int]) -> Box:
     """Return ``box`` with offset 0 and size 1 in ``dims``."""
-    offsets = tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets))
-    return Box(offsets, tuple(1 if dim in dims else size for dim, size in enumerate(box.sizes)))
+    return Box.of_spans([(0, 1) if dim in dims else span for dim, span in enumerate(box.spans())])

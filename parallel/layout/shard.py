@@ -34,18 +34,26 @@ class Box:
     offsets: Shape
     sizes: Shape
 
+    @classmethod
+    def of_spans(cls, spans: Sequence[Span]) -> Box:
+        """Return the box with the (first index, length) pair of each dim."""
+        return cls(tuple(offset for offset, _ in spans), tuple(length for _, length in spans))
+
+    def spans(self) -> Iterator[Span]:
+        """Iterate over the dims, as (first index, length) pairs."""
+        return zip(self.offsets, self.sizes, strict=True)
+
     def overlaps(self, other: Box) -> bool:
         """Return True if this box and ``other`` have a common element."""
         return all(begin < end for begin, end in self._common_ranges(other))
 
     def common(self, other: Box) -> Box:
         """Return the intersection of this box with ``other``. The boxes must overlap."""
-        ranges = list(self._common_ranges(other))
-        return Box(tuple(begin for begin, _ in ranges), tuple(end - begin for begin, end in ranges))
+        return Box.of_spans([(begin, end - begin) for begin, end in self._common_ranges(other)])
 
     def _common_ranges(self, other: Box) -> Iterator[tuple[int, int]]:
         """Yield per dim the first common index and the index after the last one; (begin, end <= begin) without any."""
-        for a, length, b, width in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+        for (a, length), (b, width) in zip(self.spans(), other.spans(), strict=True):
             yield max(a, b), min(a + length, b + width)
 
 
@@ -55,7 +63,7 @@ def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
     ``box`` is in indices of the full tensor. ``offsets`` is the index there of ``tensor``'s first element; None: zeros.
     """
     dims = len(box.sizes)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+    for dim, (offset, size) in enumerate(box.spans()):
         tensor = tensor.narrow(dim - dims, offset - (offsets[dim] if offsets else 0), size)
     return tensor
 
@@ -192,7 +200,7 @@ class Region:
         Yield (index of the first element in the full tensor, view of ``part``) pairs.
         """
         by_dim = []
-        for spans, first, length in zip(self.spans, box.offsets, box.sizes, strict=True):
+        for spans, (first, length) in zip(self.spans, box.spans(), strict=True):
             found, at = [], -first  # `at` is the start of the span, relative to the box
             for offset, numel in spans:
                 start, stop = max(at, 0), min(at + numel, length)

@@ -190,7 +190,7 @@ class Setup:
         entries = entries_of(named, topology, compared=bool(self.check_replicas))
         plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
         plan = replace(plan, num_groups=max(plan.num_groups, len(groups)))  # the last groups may have no entry
-        params = [(entry, param) for entry, (_, param) in zip(plan.entries, named_params, strict=True)]
+        params = list(plan.pair_entries(param for _, param in named_params))
         check_whole(self.optimizer, plan.entries, topology)
         if switch := switch_of(modules_in(self.data_parallel)):
             switch.check_groups(self.registry)

@@ -599,7 +599,7 @@ def sync_gradients(
         _SYNCED.add(registry)
     separate_gradients(param for _, param in pairs)  # below, a copy of a DTensor's gradient would be lost
     with local_parameters([param for _, param in pairs], topology, to_sum=True) as local:
-        for entry, param in zip(plan.entries, local, strict=True):
+        for entry, param in plan.pair_entries(local):
             pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1
             if pending and param.grad is not None and is_complete(param):
                 raise ValueError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 
 from torch import Tensor
 
@@ -153,15 +154,22 @@ class ParamTable:
 
 def make_table(
     positions: Sequence[ParamPosition],
-    grad_tensors: Sequence[Tensor],
-    replica_tensors: Sequence[Tensor],
+    grad_tensor_of: Callable[[ParamPosition], Tensor],
+    replica_tensor_of: Callable[[ParamPosition], Tensor],
     plan: ReductionPlan,
     model_plan: ReductionPlan,
 ) -> ParamTable:
-    """Return the table of the tensors at ``positions``."""
-    slots = plan.parameter_slots or (None,) * len(positions)
-    rows = tuple(
-        SteppedTensor(
+    """Return the table of the tensors at ``positions``.
+
+    ``plan`` has one entry per position. The functions return `SteppedTensor.grad_tensor` and
+    `SteppedTensor.replica_tensor` of a position.
+    """
+    num_replicas = plan.by_spec(lambda spec: spec.num_replicas(plan.topology))
+    slots = model_plan.parameter_slots
+
+    def row(entry: ParameterEntry, position: ParamPosition) -> SteppedTensor:
+        model_entry = model_plan.entries[position.index]
+        return SteppedTensor(
             position.index,
             position.name,
             position.param,
@@ -169,18 +177,15 @@ def make_table(
             position.offset,
             position.path,
             entry=entry,
-            model_entry=model_plan.entries[position.index],
-            region=_region(position, model_plan.entries[position.index], model_plan),
-            grad_tensor=grad_tensor,
-            replica_tensor=replica_tensor,
-            num_replicas=num_replicas,
-            logical_index=slot,
+            model_entry=model_entry,
+            region=_region(position, model_entry, model_plan),
+            grad_tensor=grad_tensor_of(position),
+            replica_tensor=replica_tensor_of(position),
+            num_replicas=num_replicas[entry.spec],
+            logical_index=slots[position.index] if slots else None,
         )
-        for position, grad_tensor, replica_tensor, entry, num_replicas, slot in zip(
-            positions, grad_tensors, replica_tensors, plan.entries, plan.num_replicas, slots, strict=True
-        )
-    )
-    return ParamTable(rows, plan, model_plan)
+
+    return ParamTable(tuple(starmap(row, plan.pair_entries(positions))), plan, model_plan)
 
 
 def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan) -> Region | None:

@@ -17,7 +17,7 @@ For owned or tied parameters it also sums over the axes of the owner ranks or ti
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -421,6 +421,10 @@ class ReductionPlan:
         """Return for each entry whether this rank is the first of the ranks that hold the same shard."""
         return tuple(number == 0 for number, _ in self.replica_places)
 
+    def pair_entries(self, items: Iterable[T]) -> Iterator[tuple[ParameterEntry, T]]:
+        """Iterate over (entry, item) pairs. ``items`` has one item per entry, in the order of the entries."""
+        return zip(self.entries, items, strict=True)
+
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
         """Return a dict from each distinct spec of the entries to ``answer(spec)``."""
         return {spec: answer(spec) for spec in dict.fromkeys(entry.spec for entry in self.entries)}
@@ -493,7 +497,7 @@ class ReductionPlan:
         if counted != full:
             rows = "\n".join(
                 f"  {entry.name}: local {entry.shape}, {entry.spec}, counts {numel:,}"
-                for entry, numel in zip(self.entries, self.counted_numels, strict=True)
+                for entry, numel in self.pair_entries(self.counted_numels)
             )
             raise ValueError(
                 f"the plan counts {counted:,} elements but the full model has {full:,}; correct the spec of a parameter "

@@ -332,7 +332,7 @@ class TransformChain:
 
     def params_by_entry(self, model_plan: ReductionPlan) -> list[tuple[ParameterEntry, Tensor]]:
         """Return each model parameter with its entry in the reduction plan of the model parameters."""
-        return list(zip(model_plan.entries, self.params, strict=True))
+        return list(model_plan.pair_entries(self.params))
 
     # Stepped tensors --------------------------------------------------------------------------------------------------
 
@@ -353,13 +353,13 @@ class TransformChain:
         ]
 
     def table(self, model_plan: ReductionPlan) -> ParamTable:
-        grad_tensors = [
-            self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
-        ]
-        replica_tensors = [
-            self._first_on_path(at, lambda transform, given: transform.replica_dependent) for at in self.positions
-        ]
-        return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
+        return make_table(self.positions, self._grad_tensor, self._replica_tensor, self.derive(model_plan), model_plan)
+
+    def _grad_tensor(self, at: ParamPosition) -> Tensor:
+        return self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given))
+
+    def _replica_tensor(self, at: ParamPosition) -> Tensor:
+        return self._first_on_path(at, lambda transform, given: transform.replica_dependent)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
         return next(

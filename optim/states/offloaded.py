@@ -326,7 +326,7 @@ class OffloadTransform(ParamTransform):
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
         """Return ``plan``, and record the positions of the offloaded parameters in the param groups."""
         sizes: Counter[int] = Counter()
-        for at, entry in zip(positions, plan.entries, strict=True):
+        for entry, at in plan.pair_entries(positions):
             for given in at.path:
                 if given in self.copies:
                     self._places[given] = entry.group, sizes[entry.group]

@@ -676,7 +676,7 @@ class Shards(ParamTransform):
         `check_state` compares these segments with a saved state.
         """
         entries = []
-        for at, entry in zip(positions, plan.entries, strict=True):
+        for entry, at in plan.pair_entries(positions):
             if axes := next(filter(None, map(self.sharded_over, at.path)), None):
                 # Gradients are reduced over these axes by `ZeroBucket`, `FixedOrderSum` or torch's data parallelism, or
                 # are equal along them.

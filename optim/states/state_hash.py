@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,9 @@ def hash_of_state(
     """
     topology, total = registry.topology, torch.zeros((), dtype=torch.int64, device=device)
     model = table.model_plan
-    for entry, param, first in zip(model.entries, params, model.are_first_replicas, strict=True):
-        if first:
-            total += _hash(param, entry.region(topology, model.coordinate), f"{entry.name} model").to(device)
-    for row, state, first in zip(table.rows, states, table.plan.are_first_replicas, strict=True):
-        if not first:
-            continue
+    for entry, param in compress(model.pair_entries(params), model.are_first_replicas):
+        total += _hash(param, entry.region(topology, model.coordinate), f"{entry.name} model").to(device)
+    for row, state in compress(zip(table, states, strict=True), table.plan.are_first_replicas):
         total += _hash(row.tensor, row.region, f"{row.name} stepped").to(device)
         for key, value in sorted(state.items()):
             salt = f"{row.name} {key}"

@@ -409,8 +409,8 @@ class TelemetryPlan(MeasurementPlan):
     ) -> None:
         super().__init__(optimizer)
         registry, names = self.registry, self.plan.parameter_names
-        pairs = zip(self.model.parameter_slots, self.model.entries, strict=True)
-        own_slots = {slot: (entry.group, is_local(entry, registry.topology)) for slot, entry in pairs}
+        pairs = self.model.pair_entries(self.model.parameter_slots)
+        own_slots = {slot: (entry.group, is_local(entry, registry.topology)) for entry, slot in pairs}
         everywhere = {slot: info for of_rank in gather_objects(own_slots, registry) for slot, info in of_rank.items()}
         params = [(name, everywhere[slot][0]) for slot, name in enumerate(names)]
         labels, where = on_all_ranks(lambda: labelled(params, by), registry)

@@ -111,7 +111,7 @@ class FactoredOptimizer(WholeOptimizer):
                 parts = [self.tensors.local_sum(*request) for request in requests(slot)]
             local += ((slot.position, part) for part in parts)
         found: dict[int, list[Tensor]] = {slot.position: [] for slot in slots}
-        for (position, _), total_sum in zip(local, self.tensors.add_up(local), strict=True):
+        for position, total_sum in self.tensors.add_up(local):
             found[position].append(total_sum)
         return found
 

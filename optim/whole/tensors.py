@@ -222,11 +222,10 @@ class WholeTensors:
     param groups.
 
     Args:
-        positions: For each position, the name of the full tensor, and the region of it that this rank steps.
+        shards: For each position, the name of the full tensor, the region of it that this rank steps, and the shape of the
+            stepped tensor: that of the shard, or ``(numel,)`` if this rank steps only a part of the shard.
         everything: The full tensors of all ranks by name, in the same order on all ranks.
         registry: The process groups. None: a single process.
-        shapes: Shapes of the stepped tensors. None: the shape of the shard, or ``(numel,)`` if this rank steps only a
-            part of the shard.
 
     Attributes:
         tensors: The full tensor of each position.
@@ -235,21 +234,19 @@ class WholeTensors:
 
     def __init__(
         self,
-        positions: Sequence[tuple[str, Region]],
+        shards: Iterable[tuple[str, Region, Shape]],
         everything: dict[str, LogicalTensor],
         registry: ProcessGroupRegistry | None,
-        shapes: Sequence[Shape] | None = None,
     ) -> None:
         self.registry, self.everything = registry, everything
         self.rank = 0 if registry is None else registry.global_rank
-        shapes = shapes or [_shape_of(region) for _, region in positions]
         self._stepped: list[_Stepped] = []
         self._positions: dict[str, list[int]] = {}
-        for (name, region), shape in zip(positions, shapes, strict=True):
+        for name, region, shape in shards:
             tensor = everything[name]
             boxes = tensor.sources().get(self.rank, []) if tensor.is_split else None
             self._positions.setdefault(name, []).append(len(self._stepped))
-            self._stepped.append(_Stepped(tensor, region, tuple(shape), boxes))
+            self._stepped.append(_Stepped(tensor, region, shape, boxes))
         self.tensors = [stepped.tensor for stepped in self._stepped]
         split = [name for name, tensor in everything.items() if tensor.is_split]
         self._slots = {name: index for index, name in enumerate(split)}  # index among the sums of squares in `norms_of`
@@ -273,7 +270,7 @@ class WholeTensors:
             )
             for index, (p, metadata) in enumerate(params)
         ]
-        return cls([(name, region) for name, _, _, region in own], logical_tensors([own]), None)
+        return cls([(name, region, region.shape) for name, _, _, region in own], logical_tensors([own]), None)
 
     @classmethod
     def of(
@@ -317,8 +314,8 @@ class WholeTensors:
 
         _, ranks = on_all_ranks_with(own, registry)
         everything = logical_tensors(ranks)  # all ranks have the same input, so all of them raise or none
-        positions = [(name, region) for name, _, _, region in ranks[registry.global_rank]]
-        return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
+        shards = ((name, region, tuple(piece.shape)) for name, piece, region in named if region is not None)
+        return cls(shards, everything, registry)
 
     def positions(self, tensor: LogicalTensor) -> list[int]:
         """Return the positions (indices over all param groups) at which this rank steps a shard of ``tensor``."""
@@ -493,28 +490,30 @@ class WholeTensors:
         Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
             between the CPU and the GPU.
         """
-        return self.add_up([(position, self.local_sum(position, value, dims)) for position, value, dims in requests])
+        local = [(position, self.local_sum(position, value, dims)) for position, value, dims in requests]
+        return [total for _, total in self.add_up(local)]
 
-    def add_up(self, local: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """Return sums of full tensors, given this rank's part of each sum. Collectives: as in `sums`.
+    def add_up(self, local: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+        """Return (position, sum of a full tensor) pairs, given this rank's part of each sum. Collectives: as in `sums`.
 
         Args:
             local: (position, part) per sum. The position is the index of a stepped tensor over all param groups. The part,
                 float64, is a result of `local_sum`, `local_powers` or `local_stack_sums`.
         """
-        results = [part for _, part in local]
+        results = list(local)
         by_ranks: dict[tuple[int, ...], list[int]] = {}
-        for index, (position, _) in enumerate(local):
+        for index, (position, _) in enumerate(results):
             if self.is_split(position):
                 by_ranks.setdefault(self.tensors[position].ranks, []).append(index)
         for ranks in sorted(by_ranks):
             # sorted by name, because other ranks may have tied tensors in another order
-            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[local[index][0]].name)
-            device = results[those[0]].device
-            packed = torch.cat([results[index].reshape(-1).to(device) for index in those])
+            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[results[index][0]].name)
+            parts = [results[index][1] for index in those]
+            packed = torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])
             self._sum(packed, ranks)
-            for index, part in zip(those, packed.split([results[index].numel() for index in those]), strict=True):
-                results[index] = part.view(results[index].shape).to(results[index].device)
+            sums = packed.split([part.numel() for part in parts])
+            for index, part, total in zip(those, parts, sums, strict=True):
+                results[index] = results[index][0], total.view(part.shape).to(part.device)
         return results
 
     def local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -644,10 +643,6 @@ class WholeTensors:
         """Return the process group whose members are the global ranks ``ranks``. Not available in a single process."""
         assert self.registry is not None
         return self.registry.group_of(ranks)
-
-
-def _shape_of(region: Region) -> Shape:
-    return region.shape if region.numel == prod(region.shape) else (region.numel,)
 
 
 def float64_stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -37,8 +37,8 @@ def second_step(kind: Callable[..., Any], devices: Sequence[torch.device], colle
                 for rank in range(2)
             ]
             optimizer = kind(params, lr=0.1, weight_decay=0.1)
-            positions = [(name, region) for name, _, _, region in ranks[0]]
-            optimizer.bound(WholeTensors(positions, logical_tensors(ranks), registry_of((("tensor", 2),))))
+            shards = [(name, region, region.shape) for name, _, _, region in ranks[0]]
+            optimizer.bound(WholeTensors(shards, logical_tensors(ranks), registry_of((("tensor", 2),))))
             for _ in range(2):
                 for param in params:
                     param.grad = torch.ones_like(param)

@@ -74,14 +74,16 @@ class Sketch(NamedTuple):
     def equals(self, other: Sketch, within: float) -> bool:
         """Return True if the norms and the dot products of both tensors differ by at most ``within`` x the larger norm."""
         largest = within * max(self.norm, other.norm)
-        pairs = zip((self.norm, *self.projections), (other.norm, *other.projections), strict=True)
-        return all(abs(a - b) <= largest for a, b in pairs)
+        return all(abs(difference) <= largest for difference in (self.norm - other.norm, *self._differences(other)))
 
     def is_near(self, other: Sketch, fraction: float) -> bool:
         """Return True if the estimated norm of the difference of both tensors is at most ``fraction`` x the larger norm."""
-        pairs = zip(self.projections, other.projections, strict=True)
-        square = sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS
+        square = sum(difference**2 for difference in self._differences(other)) / _PROJECTIONS
         return square <= (fraction * max(self.norm, other.norm)) ** 2
+
+    def _differences(self, other: Sketch) -> list[float]:
+        """Return the dot products of the difference of both tensors."""
+        return [a - b for a, b in zip(self.projections, other.projections, strict=True)]
 
 
 class AuditedParameter(NamedTuple):

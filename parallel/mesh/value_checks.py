@@ -115,6 +115,10 @@ def fields(checks: Mapping[str, Check]) -> Check:
     return check_fields
 
 
+def _check_of(like: object) -> Check:
+    return lambda value, field: check_like(value, like, field)
+
+
 def check_like(value: object, like: object, field: str) -> None:
     """Raise ValueError if ``value`` can't replace ``like``, because its type, shape or keys do not fit:
 
@@ -166,10 +170,7 @@ def check_like(value: object, like: object, field: str) -> None:
         if all(isinstance(key, str) for key in like) and (missing := sorted(like.keys() - value.keys())):
             raise ValueError(f"{field} lacks {', '.join(map(repr, missing))}; give a dict with these keys")
     elif isinstance(like, Sequence) and not isinstance(like, bytes):
-        if not isinstance(value, (list, tuple)) or len(value) != len(like):
-            raise wrong(field, value, f"a list of {len(like)} items")
-        for index, (item, other) in enumerate(zip(value, like, strict=True)):
-            check_like(item, other, f"{field}[{index}]")
+        items(*map(_check_of, like))(value, field)
     elif type(value) is not type(like):
         raise wrong(field, value, f"a {type(like).__name__}")
 

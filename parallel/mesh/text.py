@@ -128,27 +128,24 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
     most = 72 // (len(str(topology.world_size - 1)) + 2)
     columns = _elide(topology.size(*axes[-1:]), min(16, most), place.get(column_axis))
     rows = _elide(topology.size(row_axis), _ROWS, place.get(row_axis)) if row_axis else [0]
-    cells = [[_ELIDED if column is None else str(column) for column in columns]]
+    lines: list[tuple[str, list[str]]] = []  # (label, cells)
     for row in rows:
         fixed = dict.fromkeys(topology.axes, 0) | where | ({row_axis: row} if row_axis and row is not None else {})
-        line = []
+        cells = []
         for column in columns:
             if row is None or column is None:
-                line.append(_ELIDED)
+                cells.append(_ELIDED)
                 continue
             here = topology.rank(**fixed | ({column_axis: column} if axes else {}))
-            line.append(f"[{here}]" if here == rank else str(here))
-        cells.append(line)
+            cells.append(f"[{here}]" if here == rank else str(here))
+        lines.append((f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "", cells))
+    label_width = max(len(label) for label, _ in lines) + len(column_axis)
+    lines.insert(0, (f"{column_axis:>{label_width}}", [_ELIDED if at is None else str(at) for at in columns]))
     if rank is not None:  # aligns the other numbers with the marked rank, which is in brackets
-        cells = [[cell if cell.endswith("]") else cell + " " for cell in line] for line in cells]
-    width = max(len(cell) for line in cells for cell in line)
-    heads = [f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "" for row in rows]
-    heads = [f"{head:{max(map(len, heads))}}{' ' * len(column_axis)}" for head in heads]
-    heads = [f"{column_axis:>{len(heads[0])}}", *heads]
+        lines = [(label, [cell if cell.endswith("]") else cell + " " for cell in cells]) for label, cells in lines]
+    width = max(len(cell) for _, cells in lines for cell in cells)
     title = [", ".join(f"{axis} {value}" for axis, value in where.items())] if where else []
-    return title + [
-        f"{head} {' '.join(f'{c:>{width}}' for c in line)}" for head, line in zip(heads, cells, strict=True)
-    ]
+    return title + [f"{label:{label_width}} {' '.join(f'{c:>{width}}' for c in cells)}" for label, cells in lines]
 
 
 def _groups(topology: Topology, rank: int | None) -> list[str]:

@@ -361,7 +361,7 @@ def _portions(positions: Iterable[int], device: torch.device) -> list[list[int]]
 
 def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     if copies:
-        copy_each_(*zip(*copies, strict=True))
+        copy_each_([target for target, _ in copies], [source for _, source in copies])
 
 
 def in_flight(

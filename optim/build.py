@@ -28,7 +28,6 @@ from .clip.base import Clip
 from .clip.clipper import (
     AgreedThresholds,
     GradientClipper,
-    GradScaleInfo,
     SkipVote,
     agreed_thresholds,
     check_thresholds,
@@ -500,16 +499,6 @@ class Setup:
             return OverlappedReduce(reducer)
         before.renew(reducer)
         return before
-
-    def divided(self, info: GradScaleInfo) -> GradScaleInfo:
-        """Return ``info``, changed so that ``sum_order="fixed"`` divides gradients by the number of data ranks.
-
-        With "fixed", gradients are sums over the data ranks. With "any" they are averages, and ``info`` is unchanged.
-        """
-        if self.sum_order == "any":
-            return info
-        ranks = self.registry.topology.size(*self.registry.topology.data_axes)
-        return info._replace(data_ranks=1, mean_of=info.mean_of * ranks)
 
     def _fixed_order_sum(self, chain: TransformChain, plan: ReductionPlan) -> FixedOrderSum:
         """Return the object that sums gradients over micro-batches and data ranks, except gradients summed in backward."""

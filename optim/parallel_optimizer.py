@@ -743,12 +743,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         and, if a parameter is sharded or there are several pipeline stages, for each parameter this rank's number of shards
         with a gradient.
         """
-        window, agreement = self._window, self._agreement
+        window, agreement, is_summed = self._window, self._agreement, self._setup.sum_order == "fixed"
         if agreement is None:
-            return self._setup.divided(window.scale_info(self.registry, window.scale, self._device))
+            return window.scale_info(self.registry, window.scale, self._device, is_summed)
         facts = window.number_of_facts(agreement, self._completion.param_facts, self._device)
-        info = window.scale_info(self.registry, window.scale, self._device, *facts)
-        return self._setup.divided(info._replace(pack=info.pack.with_fields(self._missing_shards.field())))
+        info = window.scale_info(self.registry, window.scale, self._device, is_summed, *facts)
+        return info._replace(pack=info.pack.with_fields(self._missing_shards.field()))
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 

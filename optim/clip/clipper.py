@@ -135,6 +135,23 @@ class StepDecision(NamedTuple):
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 
+class WindowMean(NamedTuple):
+    """The mean that the reduced gradients of an accumulation window must become.
+
+    Args:
+        data_ranks: Number of data ranks over which the gradients were averaged. Default: 1.
+        mean_of: Number by which the gradients must be divided if no micro-batch of any rank has a weight: the number of
+            micro-batches, with ``sum_order="fixed"`` on all data ranks together. Default: 1.
+    """
+
+    data_ranks: int = 1
+    mean_of: int = 1
+
+    def inverse(self, totals: Tensor) -> Tensor:
+        """Return the factor for the gradients. ``totals``: the field ``"window_weight"``, summed over all ranks."""
+        return inverse_weight(totals, self.data_ranks, self.mean_of)
+
+
 class GradScaleInfo(NamedTuple):
     """The factors that gradients still contain, and fields that the measurement sums over all ranks.
 
@@ -146,20 +163,15 @@ class GradScaleInfo(NamedTuple):
             ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled or,
                 in `clip_grad_norm_`, because a rank found an error.
         scale: The loss scale that gradients still contain.
-        divides: True: the step divides gradients by the window's weight, or by ``mean_of`` if no rank gave a weight.
-            Needs the field ``"window_weight"``.
-        data_ranks: The number of ranks over which gradients were averaged.
+        mean: The mean that the step makes of the gradients; needs the field ``"window_weight"``. None: gradients are not
+            divided.
         loss_scale: The loss scale of the backward pass, for `GradStats`.
-        mean_of: The number of micro-batches over which the window's gradient is the mean; with ``sum_order="fixed"``,
-            the number of micro-batches of all data ranks.
     """
 
     pack: PackedSum
     scale: Tensor | None = None
-    divides: bool = False
-    data_ranks: int = 1
+    mean: WindowMean | None = None
     loss_scale: Tensor | None = None
-    mean_of: int = 1
 
 
 # Thresholds of param groups -------------------------------------------------------------------------------------------
@@ -536,8 +548,8 @@ class GradientClipper:
         """
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
-        if scale_info.divides:
-            weight = inverse_weight(sums["window_weight"], scale_info.data_ranks, scale_info.mean_of)
+        if scale_info.mean is not None:
+            weight = scale_info.mean.inverse(sums["window_weight"])
             inverse = weight if inverse is None else weight * inverse
         if inverse is None:
             return norms, None, sums

@@ -39,7 +39,7 @@ from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar, is_whole
 from ..clip.base import Clip
-from ..clip.clipper import GradScaleInfo, StepDecision
+from ..clip.clipper import GradScaleInfo, StepDecision, WindowMean
 from ..kernels.device_constants import Constants
 from ..norm.packed_sum import PackedSum
 from ..norm.powers import accumulation_dtype
@@ -402,6 +402,7 @@ class Window:
         registry: ProcessGroupRegistry,
         scale: Tensor | None,
         device: torch.device,
+        is_summed: bool,
         facts: int | None = None,
         facts_of_tensors: Tensor | None = None,
     ) -> GradScaleInfo:
@@ -409,6 +410,7 @@ class Window:
 
         After an explicit clip, gradients are already divided. The result then only reports the loss scale.
 
+        ``is_summed`` is as in `mean`.
         ``facts`` and ``facts_of_tensors`` are the results of `number_of_facts`; the second is added to the first.
         """
         alone, vote = registry.topology.world_size == 1, None
@@ -421,7 +423,15 @@ class Window:
             pack.split(pack.values)["agreement"] += facts_of_tensors
         # With several ranks it always divides, because another rank may have weights.
         divides = not done and not (alone and self.mean_of == 1 and not self.has_weight)
-        return GradScaleInfo(pack, None if done else scale, divides, place.data_ranks, scale, self.mean_of)
+        mean = self.mean(place.data_ranks, is_summed) if divides else None
+        return GradScaleInfo(pack, None if done else scale, mean, scale)
+
+    def mean(self, data_ranks: int, is_summed: bool) -> WindowMean:
+        """Return the mean that the window's gradients must become after their reduction over ``data_ranks`` ranks.
+
+        With ``is_summed``, the reduction sums over the ranks, as with ``sum_order="fixed"``; otherwise it averages.
+        """
+        return WindowMean(1, self.mean_of * data_ranks) if is_summed else WindowMean(data_ranks, self.mean_of)
 
     def _fields_of(
         self,

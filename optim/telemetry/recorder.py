@@ -31,6 +31,7 @@ from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.value_checks import check_count
 from ..build import check_is_parallel
+from ..clip.clipper import WindowMean
 from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
 from ..norm.replicas import ReplicaCheck
@@ -198,7 +199,7 @@ class Recorder(StepObserver, ClosedAtExit):
         self._begun, self._due = False, False
         self._pending: _Pending | None = None
         self._gradients, self._hashes = Tensor(), Tensor()
-        self._divisor, self._micro_batches = WindowDivisor(Tensor()), 1
+        self._divisor, self._micro_batches = WindowDivisor(Tensor(), WindowMean()), 1
         self._batch: Tensor | None = None
         optimizer.add_observer(self)
 
@@ -252,7 +253,7 @@ class Recorder(StepObserver, ClosedAtExit):
             return
         plan, divisor = self._plan, WindowDivisor.of(window, self.optimizer)
         gradients = plan.gradients()
-        factor = torch.full((), 1 / divisor.mean_of, device=plan.device)
+        factor = torch.full((), 1 / divisor.mean.mean_of, device=plan.device)
         powers = squares(gradients, plan.device, plan.constants)
         if divisor.scale is not None:
             scale = divisor.scale.clone()  # the step changes it before `flush` reads it
@@ -346,7 +347,7 @@ class Recorder(StepObserver, ClosedAtExit):
     def _record(self, pending: _Pending) -> dict[str, Any]:
         plan, stats = self._plan, self.optimizer.last_stats
         totals, divisor = pending.totals, pending.divisor
-        tensors = {"inverse": divisor.inverse(totals[-len(divisor.weights) :])}
+        tensors = {"inverse": divisor.mean.inverse(totals[-len(divisor.weights) :])}
         if stats is not None:
             tensors |= {"grad_norm": stats.total_norm, "clip_coef": stats.clip_coef, "skipped": stats.skipped}
             if divisor.scale is not None:
@@ -366,7 +367,7 @@ class Recorder(StepObserver, ClosedAtExit):
         for slot, name in enumerate(plan.names):
             own = [column[slot] for column in columns]
             is_double = plan.parameters[name]["stepped"] == "float64"
-            parameters[name] = _entry(own, scalars["inverse"], divisor.mean_of, is_double)
+            parameters[name] = _entry(own, scalars["inverse"], divisor.mean.mean_of, is_double)
         return {
             "step": pending.step,
             "loss_scale": scalars.get("loss_scale"),

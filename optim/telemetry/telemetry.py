@@ -30,7 +30,7 @@ from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_count, check_finite, dict_of, is_whole
 from ..build import check_is_parallel
-from ..clip.clipper import inverse_weight
+from ..clip.clipper import WindowMean
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import check_glob, matches
 from ..norm.measure import check_every
@@ -324,14 +324,12 @@ class WindowDivisor:
 
     Args:
         weights: This rank's summands of the window's weight, [pipeline stages] float64.
-        data_ranks: Number of data ranks over which the gradients are averaged.
-        mean_of: Number by which the gradients must be divided if no micro-batch has a weight.
+        mean: The mean that the gradients must become.
         scale: The loss scale that the gradients contain. None: no loss scale.
     """
 
     weights: Tensor
-    data_ranks: int = 1
-    mean_of: int = 1
+    mean: WindowMean
     scale: Tensor | None = None
 
     @classmethod
@@ -340,13 +338,7 @@ class WindowDivisor:
         registry = optimizer.registry
         weights = window_fields(window.weight, registry, optimizer.device).values.clone()
         ranks = registry.topology.size(*registry.topology.data_axes)
-        if isinstance(optimizer.grad_sync, FixedOrderSync):  # sums over the data ranks, and does not average
-            return cls(weights, 1, window.mean_of * ranks, window.scale)
-        return cls(weights, ranks, window.mean_of, window.scale)
-
-    def inverse(self, totals: Tensor) -> Tensor:
-        """Return the factor for the gradients without the loss scale. ``totals``: `weights`, summed over all ranks."""
-        return inverse_weight(totals, self.data_ranks, self.mean_of)
+        return cls(weights, window.mean(ranks, isinstance(optimizer.grad_sync, FixedOrderSync)), window.scale)
 
 
 class MeasurementPlan:
@@ -577,7 +569,7 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        self._divisor = WindowDivisor(Tensor())
+        self._divisor = WindowDivisor(Tensor(), WindowMean())
         optimizer.add_observer(self)
 
     def _check(self) -> None:
@@ -684,7 +676,7 @@ class Telemetry(StepObserver):
         """
         planned, scale = self._planned, self._divisor.scale
         stages = len(self._divisor.weights)
-        inverse = self._divisor.inverse(window[:stages])
+        inverse = self._divisor.mean.inverse(window[:stages])
         if scale is not None:
             inverse = inverse / scale.to(inverse)
         rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])
@@ -710,7 +702,7 @@ class Telemetry(StepObserver):
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if divisor.scale is None else divisor.scale.to(powers)
         weighted = samples.sum() != 0
-        counted = torch.where(weighted, samples, torch.full_like(samples, divisor.mean_of))
+        counted = torch.where(weighted, samples, torch.full_like(samples, divisor.mean.mean_of))
         scaled = counted * scale
         if self.noise.samples is not None:
             counted = torch.full_like(samples, self.noise.samples)

@@ -31,7 +31,7 @@ from ..kernels.native import MEAN_OF
 from .global_norm import GlobalNorm
 from .measure import Norms
 from .plan import ReductionPlan
-from .powers import means_by_loops
+from .powers import means_by_loops, mixed_powers
 
 CHUNK = MEAN_OF
 """Number of elements per chunk, a power of 2. Equal to the alignment of shards, ``gradients.buckets.ALIGNMENT``."""
@@ -111,7 +111,8 @@ class ExactNorm(GlobalNorm):
         device = present[0][1].device if present else self._collective_device if extra is None else extra.device
         # All gradients are checked, including replicas that another rank measures, because a NaN in any replica must make
         # the norm NaN.
-        is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
+        found = mixed_powers([gradient for _, gradient in present], self.norm_type, device, self._constants)
+        is_finite = found.isfinite().all()
         top = torch.where(is_finite.to(device), 0.0, inf).double()
         batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]
         for _, powers in batches:

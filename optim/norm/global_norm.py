@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from ...parallel.mesh.text import some
 from ..kernels.device_constants import Constants
 from .measure import Level, Norms, Reduction, checked_norm_type, checked_reduction
 from .plan import ReductionPlan
-from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
+from .powers import HIGH, mixed_powers, p_norm
 
 
 class GlobalNorm:
@@ -120,7 +119,7 @@ class GlobalNorm:
         all_here = len(here) == len(gradients)
         present = list(range(len(here))) if all_here else [i for i, g in enumerate(gradients) if g is not None]
         device = self._collective_device if extra is None else extra.device
-        powers = self._local_powers(here, device)
+        powers = mixed_powers(here, self.norm_type, device, self._constants)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
             vector, extra = self._packed(
@@ -146,7 +145,8 @@ class GlobalNorm:
             found.append(self.units.powers(weights, self.norm_type, self.plan.replica_weights).to(like))
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
-            powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
+            detached = [weight.detach() for weight in weights]
+            powers = mixed_powers(detached, self.norm_type, like.device, self._constants).to(like)
             powers = self._divide_by_replicas(powers, everything)
             if self.weights_at == "parameters":
                 found.append(self._parameter_powers(powers, everything))
@@ -180,21 +180,6 @@ class GlobalNorm:
             if len(present) == len(self.plan.replica_weights):
                 self._all_replica_weights = weights
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
-
-    def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return `local_powers` of gradients of any dtypes and devices, in the order of ``gradients``."""
-        if not gradients:
-            return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
-        if are_alike(gradients):
-            return local_powers(gradients, self.norm_type)
-        device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
-        found, order = list[Tensor](), list[int]()
-        for kind in sorted(kinds, key=str):
-            indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
-            kind_powers = local_powers([gradients[i] for i in indices], self.norm_type)
-            found, order = [*found, kind_powers.to(device, accumulation_dtype(device))], order + indices
-        powers = torch.cat(found)
-        return powers[self._constants(("place", *order), partial(_invert_permutation, order), torch.int64, device)]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the powers of the full model (norms for p >= `HIGH`), and the sum of ``extra``, from one collective.
@@ -277,10 +262,6 @@ class GlobalNorm:
         gathered = wire.new_empty(group.size() * wire.numel())
         all_gather_flat(gathered, wire, group)
         return gathered.to(vector.device).view(group.size(), -1)
-
-
-def _invert_permutation(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 # Groups by name -------------------------------------------------------------------------------------------------------

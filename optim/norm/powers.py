@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from operator import attrgetter
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from ..kernels.choice import chosen, triton_on
+from ..kernels.device_constants import Constants
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 
@@ -186,6 +188,29 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     elif chosen.native is not None and gradients[0].is_cpu:
         powers = powers_by_loops(chosen.native, gradients, norm_type)
     return powers_by_torch(gradients, norm_type) if powers is None else powers
+
+
+def mixed_powers(gradients: Sequence[Tensor], norm_type: float, device: torch.device, constants: Constants) -> Tensor:
+    """Return `local_powers` of gradients of any dtypes and devices, in the order of ``gradients``.
+
+    The result is on the device of the first gradient; without gradients it is an empty tensor on ``device``.
+    """
+    if not gradients:
+        return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
+    if are_alike(gradients):
+        return local_powers(gradients, norm_type)
+    device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
+    found, order = list[Tensor](), list[int]()
+    for kind in sorted(kinds, key=str):
+        indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
+        kind_powers = local_powers([gradients[i] for i in indices], norm_type)
+        found, order = [*found, kind_powers.to(device, accumulation_dtype(device))], order + indices
+    powers = torch.cat(found)
+    return powers[constants(("place", *order), partial(_invert_permutation, order), torch.int64, device)]
+
+
+def _invert_permutation(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:

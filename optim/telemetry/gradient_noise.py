@@ -34,7 +34,7 @@ from ..gradients.buckets import gradient_buckets, reduce_all, sync_axes, sync_ra
 from ..gradients.in_place import gradient_dtype
 from ..kernels.device_constants import Constants
 from ..norm.plan import ParameterEntry, ReductionPlan
-from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
+from ..norm.powers import SCRATCH, accumulation_dtype, flattened, mixed_powers
 from ..parallel_optimizer import ParallelOptimizer
 
 
@@ -109,17 +109,13 @@ SMALLEST_NORMAL = 2.0**-14
 
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
     """Return the sum of squares of each tensor, 0 for None: [n] float64, or float32 on a device without float64."""
-    dtype = accumulation_dtype(device)
-    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            kinds.setdefault((tensor.device, tensor.dtype), {})[index] = tensor
-    groups = [*kinds.values()]
-    if len(groups) == 1 and len(groups[0]) == len(tensors):
-        return local_powers([*groups[0].values()], 2.0).to(device, dtype)
-    found = torch.zeros(len(tensors), dtype=dtype, device=device)
-    for group in groups:
-        found[_places([*group], device, constants)] = local_powers([*group.values()], 2.0).to(device, dtype)
+    present = {index: tensor for index, tensor in enumerate(tensors) if tensor is not None}
+    powers = mixed_powers([*present.values()], 2.0, device, constants).to(device, accumulation_dtype(device))
+    if len(present) == len(tensors):
+        return powers
+    found = torch.zeros(len(tensors), dtype=powers.dtype, device=device)
+    if present:
+        found[_places([*present], device, constants)] = powers
     return found
 
 

@@ -457,7 +457,7 @@ LISTED: list[Fault] = [
         '"params": [given] if isinstance(given, Tensor) else list(given)}',
         '"params": [given] if False else list(given)}',
     ),
-    Fault(_NORM, "device, kinds = gradients[0].device", "device, kinds = gradients[-1].device"),
+    Fault("optim/norm/powers.py", "device, kinds = gradients[0].device", "device, kinds = gradients[-1].device"),
     Fault(
         "optim/norm/exact_norm.py",
         "device = present[0][1].device if present else self._collective_device",

@@ -82,8 +82,7 @@ class SplitMasters(ParamTransform):
     def __init__(self, context: PlacementContext) -> None:
         self.optimizer = context.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
-        self._weights: list[Tensor] = []  # the keys of `remainders`; `_seen` and `_memory` have the same order
-        self._index: dict[Tensor, int] = {}
+        self._index: dict[Tensor, int] = {}  # of each weight in `_seen` and `_memory`, in ascending order
         self._seen: list[tuple[int, int]] = []  # (version counter, address) of each weight
         self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
         self._loaded: dict[Tensor, int] = {}  # after a load: a hash of each weight; empty from the next step on
@@ -103,13 +102,12 @@ class SplitMasters(ParamTransform):
     # Written weights -------------------------------------------------------------------------------------------------
 
     def _note_weights(self) -> None:
-        if len(self._weights) != len(self.remainders):
-            self._weights = list(self.remainders)
-            self._index = {weight: index for index, weight in enumerate(self._weights)}
-        self._seen, self._memory = self._look(), list(map(Tensor.detach, self._weights))
+        if len(self._index) != len(self.remainders):
+            self._index = {weight: index for index, weight in enumerate(self.remainders)}
+        self._seen, self._memory = self._look(), list(map(Tensor.detach, self._index))
 
     def _look(self) -> list[tuple[int, int]]:
-        return list(zip(map(_version, self._weights), map(Tensor.data_ptr, self._weights), strict=True))
+        return list(zip(map(_version, self._index), map(Tensor.data_ptr, self._index), strict=True))
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
@@ -125,7 +123,7 @@ class SplitMasters(ParamTransform):
         if now == self._seen:
             return []
         written, moved = list[Tensor](), dict[Tensor, Tensor]()
-        for weight, new, before, memory in zip(self._weights, now, self._seen, self._memory, strict=True):
+        for weight, new, before, memory in zip(self._index, now, self._seen, self._memory, strict=True):
             if new[0] != before[0]:
                 written.append(weight)
             if new[1] != before[1]:
@@ -139,7 +137,7 @@ class SplitMasters(ParamTransform):
             _drop_if_other(self.remainders[weight], weight, memory)
         self._note_weights()
         changed = {*written, *moved}
-        return [weight for weight in self._weights if weight in changed]
+        return [weight for weight in self._index if weight in changed]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set to 0 the remainders of weights that other code has written.
@@ -179,7 +177,7 @@ class SplitMasters(ParamTransform):
         """
         self._note_weights()
         if self._loaded:
-            self._loaded = _bit_sums(self._weights)
+            self._loaded = _bit_sums([*self._index])
 
     @torch.no_grad()
     def reload(self) -> None:
@@ -243,7 +241,7 @@ class SplitMasters(ParamTransform):
             weight.copy_(rounded)
             self.remainders[weight].copy_(remainder)
         self._note_weights()
-        self._loaded = _bit_sums(self._weights)
+        self._loaded = _bit_sums([*self._index])
 
 
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:

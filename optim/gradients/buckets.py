@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -36,6 +36,8 @@ from ..kernels.memory import is_lazy
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, check_unused, entries_of
 from ..norm.plan_agreement import agreed
 from .in_place import change_each, gradient_dtype, is_complete, mark_complete, separate_gradients, widen_gradients
+
+T = TypeVar("T")
 
 # Layout of a flat bucket, which is divided into equal slices, one per rank --------------------------------------------
 
@@ -87,6 +89,10 @@ class FlatBucket:
             found.append((start, start + numel))
             start += _aligned(numel)
         return tuple(found)
+
+    def pair_spans(self, items: Iterable[T]) -> Iterator[tuple[T, tuple[int, int]]]:
+        """Iterate over (item, span) pairs. ``items`` has one item per parameter, in the order of `indices`."""
+        return zip(items, self.spans, strict=True)
 
     @property
     def slice_numel(self) -> int:
@@ -261,7 +267,7 @@ class GradientBucket:
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
-        self._spans = list(zip(self.params, layout.spans, strict=True))
+        self._spans = list(layout.pair_spans(self.params))
         ends = [*layout.spans, (layout.padded_numel, layout.padded_numel)]
         self._gaps = [(stop, start) for (_, stop), (start, _) in pairwise(ends) if stop != start]
 

@@ -23,7 +23,7 @@ Two ranks with three micro-batches each, or six ranks with one each, compute the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -220,10 +220,6 @@ class _Bucket(NamedTuple):
     layout: FlatBucket
     receive: Callable[[Tensor | None], object] | None = None
 
-    def spans(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Iterate over (index of the parameter, its span in the buffer)."""
-        return zip(self.indices, self.layout.spans, strict=True)
-
 
 class FixedOrderSum:
     """Sums gradients over the micro-batches of all data ranks, in the order of a binary tree (see the module).
@@ -334,7 +330,7 @@ class FixedOrderSum:
         """Return one partial sum as a buffer, [padded_numel], with zeros for missing gradients. Frees used ``values``."""
         parts, end = list[Tensor](), 0
         zeros = torch.zeros(ALIGNMENT * self._ranks.ranks, dtype=bucket.dtype, device=bucket.device)
-        for index, (start, stop) in bucket.spans():
+        for index, (start, stop) in bucket.layout.pair_spans(bucket.indices):
             value, values[index] = values[index], None
             parts += [zeros[: start - end], zeros.new_zeros(stop - start) if value is None else value.reshape(-1)]
             end = stop
@@ -342,7 +338,7 @@ class FixedOrderSum:
         return torch.cat([*parts, zeros[:rest] if rest <= len(zeros) else zeros.new_zeros(rest)])
 
     def _unpack(self, flat: Tensor, bucket: _Bucket) -> None:
-        for index, (start, stop) in bucket.spans():
+        for index, (start, stop) in bucket.layout.pair_spans(bucket.indices):
             param = self.params[index]
             if not param.requires_grad:
                 continue

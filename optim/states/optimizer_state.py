@@ -47,6 +47,7 @@ from ..step.wrapped_optimizer import (
     params_of,
     parts_of,
     remove_guard,
+    saved_positions,
 )
 from .chain import TransformChain
 
@@ -255,8 +256,7 @@ def check_state_shapes(saved: Mapping[str, Any], optimizer: torch.optim.Optimize
     torch's fused kernels do not check shapes: they read and write memory beyond a state that is too small. The param
     groups of ``saved`` must have been checked before.
     """
-    positions = [position for group in saved["param_groups"] for position in group["params"]]
-    saved_of = dict(zip(params_of(optimizer), positions, strict=True))
+    saved_of = saved_positions(saved, optimizer)
     for part in parts_of(optimizer):
         if type(part) not in _ELEMENTWISE and type(part) not in SUPPORTED_OPTIMIZERS:
             continue

@@ -225,6 +225,12 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def saved_positions(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+    """Return for each parameter of ``optimizer`` its key in ``saved["state"]``. ``saved`` is a state dict that fits it."""
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    return dict(zip(params_of(optimizer), positions, strict=True))
+
+
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
     """Return a (name, parameter) pair per parameter of all param groups."""
     named: list[tuple[str | None, Tensor]] = []

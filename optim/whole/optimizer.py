@@ -35,7 +35,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
 from ..step.host_copy import HostCopy
-from ..step.wrapped_optimizer import named_params_of, params_of
+from ..step.wrapped_optimizer import named_params_of, params_of, saved_positions
 from . import batching
 from .exchange import Homes, Matrix
 from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
@@ -270,8 +270,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         `torch.optim.Optimizer.load_state_dict` would cast them to the parameters' dtypes.
         """
         super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, param in zip(saved, params_of(self), strict=True):
+        for param, index in saved_positions(state_dict, self).items():
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and self.is_whole_state(key):
                     self.state[param][key] = value.to(param.device, copy=True)

@@ -269,8 +269,7 @@ class FingerprintMonitor:
         device = self.checks[0].device
         self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
-        # By the name of the field: this rank's hashes in the present comparison (empty if none is due), and all
-        # recorded comparisons.
+        # Keys are names of fields. `_hashed` has this rank's hashes in the present comparison; it is empty if none is due.
         self._hashed: dict[str, tuple[ReplicaCheck, Tensor]] = {}
         self._detected: dict[str, _Comparison] = {}
 

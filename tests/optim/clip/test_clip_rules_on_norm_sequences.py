@@ -40,6 +40,7 @@ from world import World
 
 STEPS = 16
 HALF = 10  # step at which a run is saved, after the warm-ups
+END = 14  # end of a saved and of a resumed run, after the last spike
 SPIKES = {8: 30.0, 12: 12.0, 13: 9.0}
 CLOSE = 1e-12
 
@@ -292,7 +293,7 @@ def saved_and_continued(config: Config, path: Path) -> dict[str, Told]:
             model, optimizer = made(config, registry, RULES[label])
             run(config, model, optimizer, range(HALF))
             save_checkpoint(path / label, model, optimizer)
-            found[label] = run(config, model, optimizer, range(HALF, STEPS))
+            found[label] = run(config, model, optimizer, range(HALF, END))
     return found
 
 
@@ -302,7 +303,7 @@ def resumed(config: Config, path: Path) -> dict[str, Told]:
         for label in RESUMED:
             model, optimizer = made(config, registry, RULES[label])
             load_checkpoint(path / label, model, optimizer)
-            found[label] = run(config, model, optimizer, range(HALF, STEPS))
+            found[label] = run(config, model, optimizer, range(HALF, END))
             rule = optimizer.clip
             assert rule is not None
             optimizer = copy.deepcopy(optimizer)
@@ -325,7 +326,7 @@ def test_resumed_rules_are_bitwise_identical_on_same_layout_and_close_on_others(
         elsewhere = world.run(config.ranks, resumed, config, tmp_path)
         for label in RESUMED:
             want = cut(Expected(RULES[label], Dense(first.layout)).go_on(first, range(HALF)))
-            want.go_on(config, range(HALF, STEPS))
+            want.go_on(config, range(HALF, END))
             for rank, told in enumerate(elsewhere):
                 assert told[label].bits() == elsewhere[0][label].bits(), f"{label} on {name}"
                 assert_as_expected(told[label], want, f"{label} on rank {rank} of {name}")

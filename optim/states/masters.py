@@ -29,8 +29,8 @@ from ..norm.replicas import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
 from ..step.wrapped_optimizer import params_of
-from .chain import ParamTransform, PlacementContext, Replacements
 from .elementwise import check_in_buckets
+from .param_transform import ParamTransform, PlacementContext, Replacements
 
 # Split master weights -------------------------------------------------------------------------------------------------
 

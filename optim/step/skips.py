@@ -56,7 +56,7 @@ def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
 
 
 def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
-    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).max_consecutive
+    most = on_nonfinite.max_consecutive if isinstance(on_nonfinite, Skip) else Skip.max_consecutive
     if in_a_row < most:
         return None
     return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"

@@ -318,7 +318,8 @@ class Window:
 
     @property
     def has_weight(self) -> bool:
-        return isinstance(self.weight, Tensor) or self.weight != 0
+        weight = self._weight.value
+        return isinstance(weight, Tensor) or weight != 0
 
     @property
     def is_weighted(self) -> bool:

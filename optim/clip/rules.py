@@ -15,7 +15,7 @@ from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
-from ..norm.global_norm import Named, UnitDim, check_glob, matches, units_of
+from ..norm.global_norm import Named, UnitDim, check_glob, units_of
 from ..norm.measure import Norms, checked_norm_type, clip_coefficient
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
@@ -314,10 +314,10 @@ class ByName(Clip):
         Raises:
             ValueError: A pattern is the first match of no name; or no pattern matches a name, and `others` was not given.
         """
-        Named.of(names, self.patterns)  # raises ValueError if a pattern is the first match of no name
+        named = Named.of(names, self.patterns)
         if not isinstance(self.others, EllipsisType):
             return
-        left = [name for name in names if not any(matches(pattern, name) for pattern in self.patterns)]
+        left = [name for name, group in zip(names, named.groups, strict=True) if group == len(self.patterns)]
         if left:
             raise ValueError(
                 f"no pattern of max_norm={{{', '.join(f'{pattern!r}: ...' for pattern in self.patterns)}}} matches "

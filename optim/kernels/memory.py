@@ -8,6 +8,7 @@ stores the negated values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ try:
     TensorGuards = guards.TensorGuards
 except (ImportError, AttributeError):  # the class is private: another torch version may not have it
     TensorGuards = None
+
+# For `map`: reads an attribute of many tensors without Python code per tensor, such as in {*map(DTYPE, tensors)}.
+DTYPE, LAYOUT, DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Tensor classes whose memory contains the values, unless a tensor is lazy (`is_lazy`). Subclasses may store other data."""

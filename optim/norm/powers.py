@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -26,14 +25,13 @@ from torch._utils import _flatten_dense_tensors
 
 from ..kernels.choice import chosen, triton_on
 from ..kernels.device_constants import Constants
-from ..kernels.memory import PLAIN, in_memory_order
+from ..kernels.memory import DEVICE, DTYPE, PLAIN, in_memory_order
 from ..kernels.native import DTYPES, MEAN_OF, NO_MEMORY, NORM_TYPES, Native
 
 SMALL = 1024  # `_powers_on_cpu` sums all gradients with at most this many elements in one kernel call
 ROW = 1024  # number of consecutive squares that are summed in float32
 SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
 EXACT = 1e-29  # below this mean of squares, squares that underflow in float32 are not negligible
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 HIGH = 12.0  # for p >= HIGH, functions return p-norms instead of powers
 
 
@@ -161,7 +159,7 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    return len({*map(_DTYPE, tensors)}) == 1 and len({*map(_DEVICE, tensors)}) == 1
+    return len({*map(DTYPE, tensors)}) == 1 and len({*map(DEVICE, tensors)}) == 1
 
 
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

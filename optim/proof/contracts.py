@@ -283,8 +283,8 @@ class Measured:
         local, seen = dict[str, LocalTensor](), dict[str, ParameterView]()
 
         def see() -> None:
-            for name, given in named.items():
-                (param,), (gradient,), (annotation,), _ = local_gradients([given], topology)
+            found = local_gradients(list(named.values()), topology)
+            for name, param, gradient, annotation in zip(named, *found[:3], strict=True):
                 local[name] = LocalTensor(param.detach(), gradient)
                 seen[name] = ParameterView.of(param, gradient, annotation, topology)
 

@@ -225,10 +225,8 @@ def _wrong_gradients(
     with _gradients_kept(model):
         sync_gradients(model.named_parameters(), registry)
         norm = float(global_norm(model.named_parameters(), registry).total_norm)
-        gradients = {
-            name: local_gradients([param], registry.topology).gradients[0] for name, param in model.named_parameters()
-        }
-        compared = [(each, gradients[each.name], each.dense_gradient) for each in pairs]
+        gradients = local_gradients([*model.parameters()], registry.topology).gradients
+        compared = [(each, grad, each.dense_gradient) for each, grad in zip(pairs, gradients, strict=True)]
         problems = [*_differences("the gradient of", compared, registry, allowed)]
     dense_gradients = [param.grad.double().norm() for param in dense.parameters() if param.grad is not None]
     dense_norm = float(torch.stack(dense_gradients).norm()) if dense_gradients else 0.0

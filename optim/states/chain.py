@@ -25,12 +25,11 @@ from ..norm.plan import ParameterEntry, ReductionPlan
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from ..step.wrapped_optimizer import named_params_of, own_calls, params_of, replace_params
+from .param_transform import ParamTransform, Replacements
 
-# Pickles of earlier versions refer to these classes by the name of this module.
-from .param_transform import ParamTransform as ParamTransform
+# Pickles of earlier versions refer to these classes, and to `ParamTransform`, by the name of this module.
 from .param_transform import PlacementContext as PlacementContext
 from .param_transform import Position as Position
-from .param_transform import Replacements as Replacements
 from .param_transform import StatePlacement as StatePlacement
 
 # Observers ------------------------------------------------------------------------------------------------------------

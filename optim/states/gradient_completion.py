@@ -17,6 +17,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.buckets import Reducible, gradient_buckets, keep_in_place, reduce_all
 from ..gradients.in_place import SeparateGradients, check_kinds, clear_gradients, poison_bad_kinds
 from ..gradients.reduce_in_backward import ArrivedGradients
+from ..kernels.memory import DTYPE, LAYOUT
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import GradSyncController, find_misplaced_ddp
@@ -33,7 +34,7 @@ from ..step.window import Window
 from .chain import TransformChain
 
 _NO_FACTS = ParamFacts()
-_LAYOUT, _DTYPE, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("dtype"), attrgetter("requires_grad")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 _CHAINS: WeakSet[TransformChain] = WeakSet()
 """The transform chains of all optimizers. A parameter of a model may belong to any of several optimizers."""
@@ -122,7 +123,7 @@ class GradientCompletion:
         frozen_ids, frozen_problem = self._frozen_since()
         without_gradient = self._without_gradient()
         if window.scaled:
-            window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
+            window.unscaled_grads = window.has_bypassed_grads(self._model_params)
         own_report = None if self.grads_checked else self._own_report(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
@@ -156,7 +157,7 @@ class GradientCompletion:
             keep_in_place((*self._buckets, *(self.early or ())))
         averaged = switch is None or switch.averages(window)
         if switch is not None:
-            switch.hand_over(self.chain.params)
+            switch.hand_over(self._model_params)
         return averaged
 
     def _reduce_early(self, window: Window) -> None:
@@ -186,8 +187,8 @@ class GradientCompletion:
             self.separate.end_first_window()
             window.forget_gradients()
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
-        are_strided = {*map(_LAYOUT, gradients)} <= {torch.strided}
-        if not are_strided or any(dtype.is_complex for dtype in {*map(_DTYPE, gradients)}):
+        are_strided = {*map(LAYOUT, gradients)} <= {torch.strided}
+        if not are_strided or any(dtype.is_complex for dtype in {*map(DTYPE, gradients)}):
             problem = poison_bad_kinds(self.table) or problem
         return problem
 
@@ -216,7 +217,7 @@ class GradientCompletion:
 
     def _own_report(self, window: Window) -> GradientReport:
         """Return this rank's report on its gradients and on the model's modules, for `_check_reports`."""
-        params = self.chain.params
+        params = self._model_params
         report = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
         report = report._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
@@ -241,7 +242,7 @@ class GradientCompletion:
         On every rank, raise an error if a rank's report shows an error, or if settings differ between ranks.
         Collectives: an object all-gather.
         """
-        params = self.chain.params
+        params = self._model_params
         reports = gather_objects(own_report, self.chain.registry)
         check_gradients_came(reports, window.scaled)
         self._model.check([report.missing for report in reports])
@@ -325,9 +326,8 @@ class GradientCompletion:
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         trained = list(map(_REQUIRES_GRAD, self._model_params))
-        found: list[int] = []
-        if trained != self._were_trained:
-            found = [at for at, was in enumerate(self._were_trained) if trained[at] != was]
+        changed = trained != self._were_trained
+        found = [at for at, was in enumerate(self._were_trained) if trained[at] != was] if changed else []
         left_out: list[int] = []
         if self.chain.left_out:
             beyond = enumerate(self.chain.left_out, len(self.chain.given))

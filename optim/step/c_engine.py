@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from ...amp import by_bucket
 from ..kernels.choice import chosen
 from ..kernels.memory import (
+    DTYPE,
+    LAYOUT,
     PLAIN,
     Signature,
     is_lazy,
@@ -93,7 +95,6 @@ def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
-DTYPE, LAYOUT = attrgetter("dtype"), attrgetter("layout")
 # Types of hyper-parameters. A set of types is compared without Python code per value.
 NUMBERS: frozenset[type] = frozenset({float, int, bool})
 NO_TENSORS = NUMBERS | {str, list, tuple, type(None)}

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import pytest
+import rare_collections  # noqa: F401  # sets the threshold of garbage collection
 import torch
 from hypothesis import HealthCheck, settings
 from interpreted import Interpreted, interpreted_pool
@@ -21,8 +22,6 @@ from properties import default_cases, is_sample, profile, sample, starts_process
 from world import World
 
 torch.set_num_threads(1)
-# With the default of 700, garbage collection took an eighth of the time, because most objects of the tests live long.
-gc.set_threshold(100_000)
 
 # `max_examples` of each profile. A test that passes its number of cases to `number_of_cases` draws this percentage of
 # it; other hypothesis tests draw `max_examples` cases. The profiles:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if find_spec("megatron") is None:  # an import would take two seconds in each process of pytest
-    pytest.skip(reason="needs megatron-core, of the extra `interop`", allow_module_level=True)
-
 from megatron_on_cpu import BATCH, LENGTH, gpt, loss_of, megatron, tokens_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, shard, unshard
@@ -20,8 +15,11 @@ from meshstep.parallel.interop.audit import Audit, audit
 from meshstep.parallel.interop.local_parameters import spec_of
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
 from meshstep.parallel.interop.megatron_mla import sum_rope_gradients
+from packages import skip_module_without
 from torch import Tensor, nn
 from world import World
+
+skip_module_without("megatron")
 
 STEPS, LR, MAX_NORM, EPS = 3, 1e-2, 0.3, 1e-4
 Weights = dict[str, Tensor]

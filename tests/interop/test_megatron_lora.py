@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if find_spec("megatron") is None:  # an import would take two seconds in each process of pytest
-    pytest.skip(reason="needs megatron-core, of the extra `interop`", allow_module_level=True)
-
 from megatron_on_cpu import gpt, megatron, tokens_of
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import (
@@ -26,8 +21,11 @@ from meshstep.parallel import (
     vocab_parallel_cross_entropy,
 )
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
+from packages import skip_module_without
 from torch import Tensor, nn
 from world import World
+
+skip_module_without("megatron")
 
 Weights = dict[str, Tensor]
 R, ALPHA, STEPS, LR, MAX_NORM = 2, 4.0, 4, 1e-2, 0.02

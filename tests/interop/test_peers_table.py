@@ -5,15 +5,14 @@ DeepSpeed may refuse fp16 on a processor; then the script prints this instead of
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import forked_python
 import pytest
+from packages import skip_module_without
 
-for package in ("megatron", "deepspeed"):
-    if find_spec(package) is None:  # an import would take two seconds in each process of pytest
-        pytest.skip(reason=f"needs {package}, of the extra `interop`", allow_module_level=True)
+skip_module_without("megatron")
+skip_module_without("deepspeed")
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
 ROWS = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
